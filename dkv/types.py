@@ -1,0 +1,225 @@
+"""The values that pass between the ops. Plain containers: any array library's arrays may sit in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+Array = Any  # numpy.ndarray, torch.Tensor or mlx.core.array
+
+RESIDUAL_GROUP = 64  # kept rows that share one K scale per channel
+MAX_BLOCK_SIZE = 256  # residual positions are uint8
+MAX_RANK = 128
+FACTOR_BITS = (8, 16, 32)
+RESIDUAL_BITS = (4, 8, 16)
+
+
+class AttentionState(NamedTuple):
+    """Softmax-normalised attention over a set of keys, mergeable with the state of another set.
+
+    Attributes
+    ----------
+    out : array [B, Hq, Sq, Dv]
+        Attention output, zeros where the set is empty.
+    lse : array [B, Hq, Sq], float32
+        Natural-log log-sum-exp of the scaled, masked logits, ``-inf`` where the set is empty.
+    """
+
+    out: Array
+    lse: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFormat:
+    """How one block of tokens is stored.
+
+    Parameters
+    ----------
+    block_size : int
+        Tokens in a block, 1 to 256. Token 0 is the anchor.
+    rank : int
+        Columns of ``u``, 0 to 128; clipped to what the block's shape allows.
+    num_residuals : int
+        Rows kept beside the low-rank part, 0 to ``block_size - 1`` (more acts as all). The anchor is never among them.
+    factor_bits : int
+        8 (int8 with scales), 16 (bfloat16 for a bfloat16 cache, else float16) or 32.
+    residual_bits : int
+        4 or 8 (asymmetric, K per channel over 64 kept rows, V per row and head) or 16 (the cache's own dtype, bit-exact).
+    minmax : bool
+        Store ``k_min`` and ``k_max`` for the min/max router.
+    """
+
+    block_size: int = 256
+    rank: int = 32
+    num_residuals: int = 255
+    factor_bits: int = 8
+    residual_bits: int = 4
+    minmax: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("block_size", 1, MAX_BLOCK_SIZE),
+            ("rank", 0, MAX_RANK),
+            ("num_residuals", 0, None),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if value < low or (high is not None and value > high):
+                allowed = f"{low}..{high}" if high is not None else f"{low} or more"
+                raise ValueError(f"{name} must be {allowed}, got {value}")
+        for name, choices in (("factor_bits", FACTOR_BITS), ("residual_bits", RESIDUAL_BITS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        if not isinstance(self.minmax, bool):
+            raise TypeError(f"minmax must be a bool, got {self.minmax!r}")
+        object.__setattr__(self, "num_residuals", min(self.num_residuals, self.block_size - 1))
+
+    @property
+    def keeps_every_row(self) -> bool:
+        """Whether every row but the anchor is a residual: the low-rank part then serves routing only."""
+        return self.num_residuals == self.block_size - 1
+
+    def stored_rank(self, num_kv_heads: int, head_dim: int, head_dim_v: int) -> int:
+        """Columns of ``u`` that are stored for blocks of this shape."""
+        width = num_kv_heads * (head_dim if self.keeps_every_row else head_dim + head_dim_v)
+        return min(self.rank, self.block_size - 1, width)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompressedBlocks:
+    """``N`` compressed blocks of ``S`` tokens for each of ``B`` sequences and ``H`` kv heads.
+
+    Shapes use ``r`` stored rank, ``R`` residual rows, ``Q = ceil(R / 64)`` scale groups; ``half(D) = ceil(D / 2)``.
+    A part that the format does not need is ``None``. The decoded values are defined in ``reference/README.md``.
+
+    Attributes
+    ----------
+    format : BlockFormat
+    anchor_k : array [B, N, H, D], cache dtype
+    anchor_v : array [B, N, H, Dv], cache dtype
+    u : array [B, N, S, r], int8, float16, bfloat16 or float32
+        Row coefficients; the anchor's row is zero.
+    u_scale : array [B, N, S], float16, or None
+        Per-row scale of int8 ``u``.
+    u_unit : array [B, N], float32
+        Power of two that multiplies ``u``.
+    basis_k : array [B, N, H, r, D], dtype of ``u``
+    basis_k_scale : array [B, N, r], float32, or None
+    basis_v : array [B, N, H, r, Dv], dtype of ``u``, or None
+        Not stored where every row is a residual.
+    basis_v_scale : array [B, N, r], float32, or None
+    v_gain : array [B, N], float32, or None
+        ``basis_v`` is divided by it.
+    residual_indices : array [B, N, R], uint8
+        Positions in the block of the residual rows, ascending, never 0.
+    residual_k : array [B, N, H, R, D] cache dtype, or uint8 codes [B, N, H, R, D] (8 bits) or [B, N, H, R, half(D)] (4 bits)
+        Four-bit codes: channel ``d < half(D)`` in the low nibble of byte ``d``, channel ``half(D) + d`` in its high nibble.
+    residual_k_scale, residual_k_min : array [B, N, H, Q, D], float16, or None
+    residual_k_unit : array [B, N, H], float32, or None
+    residual_v : array, as ``residual_k`` with ``Dv``
+    residual_v_scale, residual_v_min : array [B, N, H, R], float16, or None
+    residual_v_unit : array [B, N, H], float32, or None
+    k_min, k_max : array [B, N, H, D], cache dtype, or None
+    block_counts : array [B], int32, or None
+        Valid blocks of each sequence; all ``N`` where None. What lies beyond is never read.
+    """
+
+    format: BlockFormat
+    anchor_k: Array
+    anchor_v: Array
+    u: Array
+    u_unit: Array
+    basis_k: Array
+    residual_indices: Array
+    residual_k: Array
+    residual_v: Array
+    u_scale: Array | None = None
+    basis_k_scale: Array | None = None
+    basis_v: Array | None = None
+    basis_v_scale: Array | None = None
+    v_gain: Array | None = None
+    residual_k_scale: Array | None = None
+    residual_k_min: Array | None = None
+    residual_k_unit: Array | None = None
+    residual_v_scale: Array | None = None
+    residual_v_min: Array | None = None
+    residual_v_unit: Array | None = None
+    k_min: Array | None = None
+    k_max: Array | None = None
+    block_counts: Array | None = None
+
+    def parts(self) -> Iterator[tuple[str, Array]]:
+        """Name and array of every stored part. Whatever walks a cache walks this."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "format" and value is not None:
+                yield field.name, value
+
+    def map(self, fn: Callable[[Array], Array]) -> CompressedBlocks:
+        """The same blocks with ``fn`` applied to every stored array."""
+        return dataclasses.replace(self, **{name: fn(part) for name, part in self.parts()})
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.anchor_k.shape[0])
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.anchor_k.shape[1])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.anchor_k.shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.anchor_k.shape[3])
+
+    @property
+    def head_dim_v(self) -> int:
+        return int(self.anchor_v.shape[3])
+
+    @property
+    def block_size(self) -> int:
+        return self.format.block_size
+
+    @property
+    def rank(self) -> int:
+        """Stored rank, at most ``format.rank``."""
+        return int(self.u.shape[3])
+
+    @property
+    def num_residuals(self) -> int:
+        return int(self.residual_indices.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every stored array."""
+        return sum(int(part.nbytes) for _, part in self.parts())
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of the dense K and V rows that these blocks stand for, in the cache's dtype."""
+        rows = self.block_size
+        return rows * (int(self.anchor_k.nbytes) + int(self.anchor_v.nbytes))
+
+    def save(self, path: str) -> None:
+        """Write a versioned safetensors file through a temporary file and an atomic rename."""
+        from dkv import _files
+
+        _files.save_blocks(self, path)
+
+    @classmethod
+    def load(cls, path: str, *, backend: str | None = None) -> CompressedBlocks:
+        """Read what :meth:`save` wrote. ``backend`` picks the array library ("reference", "torch", "mlx").
+
+        Raises
+        ------
+        ValueError
+            When the file is not a dkv file, is of another version, or its arrays do not fit its format.
+        """
+        from dkv import _files
+
+        return _files.load_blocks(path, backend=backend)

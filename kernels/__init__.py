@@ -1,0 +1,1 @@
+"""Compiled and vectorised kernels, installed as ``dkv.kernels``."""
