@@ -14,7 +14,7 @@ def power_of_two_above(x: Tensor, shift: int = 0) -> Tensor:
     """Smallest power of two at or above ``x``, divided by ``2**shift``; 1 where ``x`` is zero. Float32."""
     mantissa, exponent = torch.frexp(x.double())
     exponent = exponent - (mantissa == 0.5).int() - shift
-    unit = torch.ldexp(torch.ones((), dtype=torch.float64, device=x.device), exponent.clamp(-126, 127))
+    unit = torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-126, 127))
     return torch.where(x > 0, unit, 1.0).float()
 
 

@@ -66,6 +66,7 @@ def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):  # noqa: A
     if width == 0 or blocks.num_blocks == 0:
         out = grouped.new_zeros(batch, heads, rows, blocks.head_dim_v)
         return ungrouped(q, out, grouped.new_full((batch, heads, rows), -torch.inf))
+    block_indices = distinct_slots(block_indices, blocks)
     per_block = 4 * batch * heads * blocks.block_size * (2 * rows + blocks.head_dim + blocks.head_dim_v)
     step = max(1, WORKSPACE_BYTES // max(1, per_block))
     states = [
@@ -74,6 +75,14 @@ def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):  # noqa: A
     ]
     out, lse = states[0] if len(states) == 1 else merge_states([s[0] for s in states], [s[1] for s in states])
     return ungrouped(q, out, lse)
+
+
+def distinct_slots(block_indices: Tensor, blocks: CompressedBlocks) -> Tensor:
+    """Indices as a set: ascending, with -1 for repeats and for what names no valid block."""
+    limit = blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1)
+    order = block_indices.sort(dim=-1).values
+    repeated = torch.nn.functional.pad(order[..., 1:] == order[..., :-1], (1, 0))
+    return torch.where(repeated | (order >= limit) | (order < 0), -1, order)
 
 
 def lowrank_logits(q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_scale: float) -> tuple[Tensor, Tensor]:

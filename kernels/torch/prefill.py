@@ -47,7 +47,9 @@ def select_key_blocks(
     candidate = slots * block_size <= ends[:, None]
     near = (slots + 1) * block_size > (starts - prefill_window)[:, None]
     pinned = candidate & (near | (slots == 0))
-    width = min(count, max(top_k, int(pinned.sum(-1).max())))
+    # the first block, and every block that a window and a query block can touch
+    window_blocks = (prefill_window + prefill_block + block_size - 2) // block_size + 1
+    width = min(count, max(top_k, 1 + window_blocks))
     room = torch.maximum(pinned.sum(-1), torch.tensor(top_k, device=q.device))[:, None]  # pinned blocks are never dropped
     key = torch.where(pinned, torch.inf, torch.where(candidate, scores.nan_to_num(-1.0), -2.0))
     order = key.sort(dim=-1, descending=True, stable=True).indices[..., :width]
