@@ -122,7 +122,7 @@ def lowrank_state(
         a_k, a_v = widen(blocks.anchor_k[b, chosen, h]), widen(blocks.anchor_v[b, chosen, h])  # [w, D], [w, Dv]
         logits = lowrank_logits(q[b, h], a_k, basis_k[b, chosen, h], coefficients)  # [G, Sq, w, S]
         logits = scaled(logits, q.shape[-1], sm_scale, softcap)
-        weight, lse[b, h] = softmax(logits.reshape(*logits.shape[:2], -1), rows.reshape(-1))
+        weight, lse[b, h] = softmax(logits.reshape(*logits.shape[:2], rows.size), rows.ravel())
         weight = weight.reshape(logits.shape)
         out[b, h] = weight.sum(axis=3) @ a_v
         if basis_v is not None:

@@ -67,7 +67,7 @@ def prefill_attention(
             out[b, h, :, block], lse[b, h, :, block] = attend_rows(
                 query[b, h, :, block], keys, values, visible, sm_scale, softcap
             )
-    out, lse = out.reshape(B, Hq, Sq, -1), lse.reshape(B, Hq, Sq)
+    out, lse = out.reshape(B, Hq, Sq, v.shape[3]), lse.reshape(B, Hq, Sq)
     return finish((out, lse) if sink is None else with_sink(out, lse, sink), q)
 
 
@@ -152,7 +152,7 @@ def key_means(k: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray, n
     starts = [j + s for j in range(0, len(k), block_size) for s in range(0, block_size, KEY_GROUP)]
     stops = [min(start + KEY_GROUP, start - start % block_size + block_size) for start in starts]
     groups = [(start, stop) for start, stop in zip(starts, stops, strict=True) if stop <= len(k)]
-    means = np.array([k[start:stop].mean(axis=0) for start, stop in groups]).reshape(-1, k.shape[1])
+    means = np.array([k[start:stop].mean(axis=0) for start, stop in groups]).reshape(len(groups), k.shape[1])
     ends = np.array([stop - 1 for _, stop in groups], np.int64)
     return means, ends, ends // block_size
 
