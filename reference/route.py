@@ -79,7 +79,7 @@ def route_scores(q: np.ndarray, blocks: Any, router: str, sm_scale: float | None
         else:
             logits = lowrank_logits(query, a_k, basis_k[b, n, h], u[b, n])  # [G, Sq, n, S]
             if not blocks.format.keeps_every_row:
-                logits[..., kept[b, n]] = at_residuals.reshape(*logits.shape[:2], at_residuals.shape[2] * at_residuals.shape[3])
+                logits[..., kept[b, n]] = at_residuals.reshape(*logits.shape[:2], kept[b, n].sum())
             scores[b, h][..., n] = softmax(scaled(logits, D, sm_scale), np.True_)[1]
     return np.where(np.isnan(scores), -np.inf, scores).reshape(B, Hq, Sq, N)
 

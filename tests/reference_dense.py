@@ -133,10 +133,8 @@ def residual_row(blocks: CompressedBlocks, b: int, n: int, h: int, slot: int) ->
     k, v = blocks.residual_k[b, n, h, slot], blocks.residual_v[b, n, h, slot]
     if blocks.format.residual_bits == 16:
         return f64(k), f64(v)
-    k, v = (
-        codes(k, blocks.head_dim, blocks.format.residual_bits),
-        codes(v, blocks.head_dim_v, blocks.format.residual_bits),
-    )
+    bits = blocks.format.residual_bits
+    k, v = codes(k, blocks.head_dim, bits), codes(v, blocks.head_dim_v, bits)
     low, step = f64(blocks.residual_k_min[b, n, h, slot // 64]), f64(blocks.residual_k_scale[b, n, h, slot // 64])
     row_k = f64(blocks.anchor_k[b, n, h]) + float(blocks.residual_k_unit[b, n, h]) * (low + step * k)
     low, step = float(blocks.residual_v_min[b, n, h, slot]), float(blocks.residual_v_scale[b, n, h, slot])
@@ -159,7 +157,7 @@ def attention(
     softcap: float | None = None,
     sink: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention of ``q [B, Hq, Sq, D]`` over the rows of ``k [B, Hkv, n, D]`` that ``visible [B, Hkv, Sq, n]`` shows."""
+    """Attention of ``q [B, Hq, Sq, D]`` over the rows of ``k [B, Hkv, n, D]`` in ``visible [B, Hkv, Sq, n]``."""
     B, Hq, Sq, D = q.shape
     out, lse = np.zeros((B, Hq, Sq, v.shape[3])), np.full((B, Hq, Sq), -np.inf)
     for b, h, s in np.ndindex(B, Hq, Sq):

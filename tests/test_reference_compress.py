@@ -265,7 +265,7 @@ def test_non_contiguous_inputs_give_the_same_bytes() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_input_is_refused_by_name(bad: float) -> None:
-    """NaN surfaced as a hang or a bare solver error, or failed all (numpy#5588, pytorch#28293, GaLore#26, lightly#1599)."""
+    """NaN surfaced as a hang or a bare solver error (numpy#5588, pytorch#28293, GaLore#26, lightly#1599)."""
     k, v = random_block(0, 2, 4 * 256, 8, 8)
     k[0, 1, 2 * 256 + 7, 3] = bad
     with pytest.raises(ValueError, match=r"batch row 0, block 2: non-finite"):
