@@ -123,8 +123,7 @@ def select_key_blocks(
             candidates = last // block_size + 1
             window_start = max(0, first - prefill_window) // block_size
             mandatory = np.union1d(0, np.arange(window_start, candidates))
-            unseeing = max(0, -first)  # queries before the first key
-            mean_q = query_means(query[b, h, :, start:stop], unseeing)  # [G, n, D]
+            mean_q = query_means(query[b, h, :, start:stop])  # [G, n, D]
             p = candidate_probabilities(mean_q, mean_k[ends <= last], owner[ends <= last], candidates, sm_scale)
             others = np.setdiff1d(np.arange(candidates), mandatory)
             best = others[np.argsort(-p[others], kind="stable")][: max(0, top_k - len(mandatory))]
@@ -157,10 +156,10 @@ def key_means(k: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray, n
     return means, ends, ends // block_size
 
 
-def query_means(q: np.ndarray, unseeing: int) -> np.ndarray:
-    """Means of up to 16 consecutive queries of ``q [G, n, D]``, the first ``unseeing`` queries left out."""
-    groups = [q[:, max(start, unseeing) : start + QUERY_GROUP] for start in range(0, q.shape[1], QUERY_GROUP)]
-    return np.stack([group.mean(axis=1) for group in groups if group.shape[1]], axis=1)
+def query_means(q: np.ndarray) -> np.ndarray:
+    """Means of up to 16 consecutive queries of ``q [G, n, D]``."""
+    starts = range(0, q.shape[1], QUERY_GROUP)
+    return np.stack([q[:, start : start + QUERY_GROUP].mean(axis=1) for start in starts], axis=1)
 
 
 def candidate_probabilities(

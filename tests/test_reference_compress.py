@@ -147,6 +147,14 @@ def test_equal_scores_keep_the_earliest_rows() -> None:
     assert blocks.residual_indices.tolist() == [[[1, 2, 3]]]
 
 
+def test_a_zero_value_counts_as_orthogonal() -> None:
+    rng = np.random.default_rng(1)
+    k = rng.standard_normal((1, 2, 16, 3)).astype(np.float32)
+    v = (1 + 0.1 * rng.standard_normal((1, 2, 16, 4))).astype(np.float32)
+    v[0, :, 11] = 0
+    assert compressed(k, v, BlockFormat(16, 2, 1)).residual_indices.tolist() == [[[11]]]
+
+
 def test_token_weight_zero_keeps_a_row_out_and_a_large_one_in() -> None:
     k, v = random_block(3, 2, 16, 6, 5)
     weight = np.ones((1, 16))
@@ -232,6 +240,14 @@ def test_power_of_two_is_the_smallest_that_covers(x: float) -> None:
         assert unit == 1
     elif 2.0**-126 < x <= 2.0**127:
         assert unit / 2 < x <= unit
+
+
+def test_a_power_of_two_covers_itself() -> None:
+    exponents = np.arange(-126, 128)
+    np.testing.assert_array_equal(storage.power_of_two(2.0**exponents), 2.0**exponents)
+    above = np.nextafter(2.0 ** exponents[:-1], np.inf)
+    np.testing.assert_array_equal(storage.power_of_two(above), 2.0 ** (exponents[:-1] + 1))
+    assert storage.power_of_two(np.asarray(8.0), 14) == 2.0**-11
 
 
 @given(cases(min_batch=1, min_blocks=1))

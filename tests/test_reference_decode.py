@@ -226,6 +226,8 @@ def test_nothing_to_attend_is_the_empty_state(num_blocks: int) -> None:
     out, lse = decode.decode_attention(q, blocks, None, None, indices, sink=sink)
     assert (out == 0).all()
     np.testing.assert_array_equal(lse, np.broadcast_to(sink[:, None].astype(np.float32), lse.shape))
+    out, lse = decode.exact_attention(q, *window_rows(case, 0), sink=np.full(4, -np.inf))
+    assert (out == 0).all() and (lse == -np.inf).all()
 
 
 # Faults that users of other projects met.

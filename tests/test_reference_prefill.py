@@ -104,6 +104,18 @@ def test_prefill_is_attention_over_the_selected_blocks(prompt: Prompt, softcap: 
 
 @given(prompts(), st.sampled_from([None, 0.3]))
 def test_selection_is_the_first_the_window_and_the_best_between(prompt: Prompt, sm_scale: float | None) -> None:
+    check_selection(prompt, sm_scale)
+
+
+@pytest.mark.parametrize("block_size", [256, 48, 32, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_selection_among_many_blocks(block_size: int, seed: int) -> None:
+    """More blocks compete than there are slots, at every position of the query block in its key block."""
+    check_selection(Prompt(1, 2, 3, 100, 12 * block_size + seed, 4, 5, block_size, 40, 5, block_size // 2, False, seed))
+    check_selection(Prompt(1, 2, 3, 100, 8 * block_size + 40, 4, 5, block_size, 33, 6, 0, True, seed))
+
+
+def check_selection(prompt: Prompt, sm_scale: float | None = None) -> None:
     q, k, _, lengths = prompt.arrays()
     S, P, G = prompt.block_size, prompt.prefill_block, prompt.G
     got = prefill.select_key_blocks(q, k, **prompt.settings(), sm_scale=sm_scale, seq_lens=lengths)
@@ -128,9 +140,7 @@ def test_selection_is_the_first_the_window_and_the_best_between(prompt: Prompt, 
         mass = np.zeros(len(visible))
         for head in range(h * G, (h + 1) * G):
             for start in range(0, len(positions), 16):
-                group = [i for i in range(start, min(start + 16, len(positions))) if positions[i] >= 0]
-                if not group:
-                    continue
+                group = range(start, min(start + 16, len(positions)))
                 mean_q = np.mean([q[b, head, t * P + i] for i in group], axis=0)
                 scores = []
                 for j in visible:
@@ -147,17 +157,18 @@ def test_the_default_count_grows_with_the_square_root() -> None:
     assert [prefill.default_top_k(n) for n in (0, 1, 64, 65, 256, 1024)] == [16, 16, 16, 17, 32, 64]
 
 
-def test_selection_does_not_depend_on_later_keys() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_selection_does_not_depend_on_later_keys(seed: int) -> None:
     """A query block's blocks are the same whatever follows it."""
-    rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((1, 4, 400, 6)), rng.standard_normal((1, 2, 400, 6))
-    settings = {"block_size": 32, "prefill_block": 20, "top_k": 4, "prefill_window": 16}
-    whole = prefill.select_key_blocks(q, k, **settings)
-    for length in (100, 320, 380):
+    rng = np.random.default_rng(seed)
+    q, k = rng.standard_normal((1, 6, 400, 6)), 3 * rng.standard_normal((1, 2, 400, 6))
+    settings = {"block_size": 48, "prefill_block": 20, "top_k": 4, "prefill_window": 0}
+    for length in (380, 340, 320, 260):
         part = prefill.select_key_blocks(q[:, :, :length], k[:, :, :length], **settings)
-        t = length // 20
-        for h, i in np.ndindex(2, t):
-            assert [n for n in part[0, h, i] if n >= 0] == [n for n in whole[0, h, i] if n >= 0]
+        k[:, :, length:] = 1000 * rng.standard_normal((400 - length, 6))  # what follows would drown the rest
+        whole = prefill.select_key_blocks(q, k, **settings)
+        for h, t in np.ndindex(2, length // 20):
+            assert [n for n in part[0, h, t] if n >= 0] == [n for n in whole[0, h, t] if n >= 0]
 
 
 # Faults that users of other projects met.
