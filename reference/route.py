@@ -44,7 +44,7 @@ def route_blocks(
     B, Hq = q.shape[:2]
     N, Hkv = blocks.anchor_k.shape[1:3]
     share_of_mass = block_probabilities(route_scores(q, blocks, router, sm_scale))  # [B, Hq, Sq, N]
-    p = share_of_mass.mean(axis=2).reshape(B, Hkv, Hq // Hkv, N).mean(axis=2)  # [B, Hkv, N]
+    p = (share_of_mass.sum(axis=2) / max(q.shape[2], 1)).reshape(B, Hkv, Hq // Hkv, N).mean(axis=2)  # [B, Hkv, N]
     if share == "all":
         p = np.repeat(p.mean(axis=1, keepdims=True), Hkv, axis=1)
     return select_blocks(p, valid_blocks(blocks), top_k, sink_blocks, recent_blocks)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_dense import DTYPES, Case, assert_states_close, attention, cases, compressed, f64, poisoned, rebuild
 
-from dkv.reference import compress, decode, merge
+from dkv.reference import compress, decode, merge, prefill, route
 from dkv.types import BlockFormat, CompressedBlocks
 
 softcaps = st.sampled_from([None, 2.0])
@@ -228,6 +228,19 @@ def test_nothing_to_attend_is_the_empty_state(num_blocks: int) -> None:
     np.testing.assert_array_equal(lse, np.broadcast_to(sink[:, None].astype(np.float32), lse.shape))
     out, lse = decode.exact_attention(q, *window_rows(case, 0), sink=np.full(4, -np.inf))
     assert (out == 0).all() and (lse == -np.inf).all()
+
+
+def test_no_queries_give_empty_arrays() -> None:
+    """Empty batches aborted on some back ends (triton-ascend#984, slangpy#830, mlx#410)."""
+    case = Case(2, 3, 2, 2, 0, 6, 5, BlockFormat(8, 3, 2, minmax=True), "distinct", "float32", 0)
+    blocks, q, (k, v) = case.blocks(), case.queries(), window_rows(case, 4)
+    for router in ("lowrank", "minmax", "residual"):
+        indices = route.route_blocks(q, blocks, 2, router)
+        assert indices.tolist() == [[[0, 1]] * 2] * 2
+        out, lse = decode.decode_attention(q, blocks, k, v, indices)
+        assert out.shape == (2, 4, 0, 5) and lse.shape == (2, 4, 0)
+    out, lse = prefill.prefill_attention(q, k, v)
+    assert out.shape == (2, 4, 0, 5) and lse.shape == (2, 4, 0)
 
 
 # Faults that users of other projects met.
