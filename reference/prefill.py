@@ -67,8 +67,8 @@ def prefill_attention(
             out[b, h, :, block], lse[b, h, :, block] = attend_rows(
                 query[b, h, :, block], keys, values, visible, sm_scale, softcap
             )
-    out, lse = out.reshape(B, Hq, Sq, v.shape[3]), lse.reshape(B, Hq, Sq)
-    return finish((out, lse) if sink is None else with_sink(out, lse, sink), q)
+    state = out.reshape(B, Hq, Sq, v.shape[3]), lse.reshape(B, Hq, Sq)
+    return finish(state if sink is None else with_sink(*state, sink), q)
 
 
 def select_key_blocks(
@@ -174,4 +174,4 @@ def candidate_probabilities(
     for j in range(candidates):
         best[..., j] = logits[..., owner == j].max(axis=-1, initial=-np.inf)
     best = np.where(np.isnan(best), -np.inf, best)
-    return softmax(best, np.True_)[0].mean(axis=(0, 1))
+    return softmax(best, True)[0].mean(axis=(0, 1))

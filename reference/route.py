@@ -80,7 +80,7 @@ def route_scores(q: np.ndarray, blocks: Any, router: str, sm_scale: float | None
             logits = lowrank_logits(query, a_k, basis_k[b, n, h], u[b, n])  # [G, Sq, n, S]
             if not blocks.format.keeps_every_row:
                 logits[..., kept[b, n]] = at_residuals.reshape(*logits.shape[:2], kept[b, n].sum())
-            scores[b, h][..., n] = softmax(scaled(logits, D, sm_scale), np.True_)[1]
+            scores[b, h][..., n] = softmax(scaled(logits, D, sm_scale), True)[1]
     return np.where(np.isnan(scores), -np.inf, scores).reshape(B, Hq, Sq, N)
 
 
@@ -88,7 +88,7 @@ def block_probabilities(scores: np.ndarray) -> np.ndarray:
     """Softmax over the last axis: zeros where all are ``-inf``, equal shares for the ``+inf`` where there are any."""
     infinite = np.isposinf(scores)
     scores = np.where(infinite.any(axis=-1, keepdims=True), np.where(infinite, 0.0, -np.inf), scores)
-    return softmax(scores, np.True_)[0]
+    return softmax(scores, True)[0]
 
 
 def select_blocks(
