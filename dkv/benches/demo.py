@@ -1,0 +1,129 @@
+"""One passcode, one long text: dense attention beside the compressed cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from typing import Any
+
+from dkv.benches import needle, peak
+from dkv.config import DKVConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One column of the demo's table. Ratios are dense bytes over stored bytes."""
+
+    variant: str
+    answer: str
+    right: bool
+    kv_bytes: int
+    ratio: float
+    compressed_ratio: float | None
+    peak_bytes: int
+    peak_meaning: str
+    prefill_seconds: float
+    decode_tokens_per_second: float
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    hay: needle.Haystack,
+    config: DKVConfig,
+    top_k: int | None,
+    window: int,
+    chunk: int = 512,
+    advance: Callable[[str, int], None] = lambda label, tokens: None,
+) -> list[Row]:
+    """Prefill, compress, ask: with dense attention, with DKV over every block, and with DKV over ``top_k`` blocks a step.
+
+    Parameters
+    ----------
+    model, tokenizer
+    hay : Haystack
+    config : DKVConfig
+    top_k : int or None
+        Blocks per decode step of the routed row; None leaves that row out.
+    window : int
+        Newest tokens that stay exact when the question comes.
+    chunk : int
+        Tokens per prefill step.
+    advance : callable
+        Told the row and how many tokens went in.
+    """
+    from dkv.integrations.transformers import DKVCache, attach
+
+    rows = []
+    with peak.watch(model.device) as memory:
+        cache = needle.dense_cache(model)
+        prefill = needle.feed(model, hay.ids, cache, chunk, lambda count: advance("dense", count))
+        kv_bytes = needle.dense_cache_nbytes(cache)
+        answer = needle.ask(model, tokenizer, cache, hay.code)
+    rows.append(_row("dense", answer, kv_bytes, 1.0, None, memory, prefill))
+    del cache
+    gc.collect()
+
+    num_blocks = -(-len(hay.ids) // config.block_size)
+    settings = [("DKV, all blocks", dataclasses.replace(config, top_k=max(num_blocks, config.top_k)))]
+    if top_k is not None:
+        settings.append((f"DKV, top {top_k} blocks", dataclasses.replace(config, top_k=top_k)))
+    own_attention = model.config._attn_implementation
+    for variant, each in settings:
+        attach(model, each)
+        with peak.watch(model.device) as memory:
+            cache = DKVCache(model, each)
+            prefill = needle.feed(model, hay.ids, cache, chunk, lambda count, label=variant: advance(label, count))
+            cache.compress(window=window)
+            kv_bytes, dense_bytes = cache.nbytes, cache.dense_nbytes
+            closed, closed_dense = cache.compressed_nbytes, cache.compressed_dense_nbytes
+            answer = needle.ask(model, tokenizer, cache, hay.code)
+        part = closed_dense / closed if closed else None
+        rows.append(_row(variant, answer, kv_bytes, dense_bytes / kv_bytes, part, memory, prefill))
+        del cache
+        gc.collect()
+    model.set_attn_implementation(own_attention)
+    return rows
+
+
+def sentence(rows: list[Row], code: str) -> str:
+    """What the table means, in plain words."""
+    dense, compressed = rows[0], rows[1:]
+    smallest = compressed[0]
+    sizes = f"{smallest.kv_bytes / 1e6:.1f} MB instead of {dense.kv_bytes / 1e6:.1f} MB ({smallest.ratio:.1f}x less)"
+    if not dense.right:
+        return (
+            f"The model itself does not find the passcode {code} with its full cache, so this run says nothing about "
+            "compression; try another --seed or a larger model."
+        )
+    wrong = [row.variant for row in compressed if not row.right]
+    if not wrong:
+        return f"The cache was compressed before the question came, and still knew the passcode {code}: {sizes}."
+    return (
+        f"WRONG: the dense cache knew the passcode {code}, {' and '.join(wrong)} lost it. The KV cache took {sizes}, "
+        "but these settings forget."
+    )
+
+
+def _row(
+    variant: str,
+    answer: needle.Answer,
+    kv_bytes: int,
+    ratio: float,
+    compressed_ratio: float | None,
+    memory: peak.Peak,
+    prefill_seconds: float,
+) -> Row:
+    return Row(
+        variant=variant,
+        answer=answer.text,
+        right=answer.right,
+        kv_bytes=int(kv_bytes),
+        ratio=round(ratio, 3),
+        compressed_ratio=None if compressed_ratio is None else round(compressed_ratio, 3),
+        peak_bytes=memory.nbytes,
+        peak_meaning=memory.meaning,
+        prefill_seconds=round(prefill_seconds, 2),
+        decode_tokens_per_second=round(answer.decode_tokens / answer.decode_seconds, 2),
+    )
