@@ -150,8 +150,8 @@ def load(
     MissingPackageError
         When torch or transformers is not installed.
     """
-    torch = _require("torch")
-    _require("transformers")
+    torch = require("torch")
+    require("transformers")
     dtype = _dtype(torch, dtype)
     spec = MODELS.get(name_or_path)
     if spec is not None:
@@ -179,7 +179,7 @@ def max_context(model: Any) -> int | None:
 
 def passage_nll(model: Any, tokenizer: Any, passage: str = GUARD_PASSAGE) -> float:
     """Mean negative log-likelihood per token of ``passage`` under dense attention."""
-    torch = _require("torch")
+    torch = require("torch")
     ids = tokenizer(passage, return_tensors="pt").input_ids.to(model.device)
     with torch.inference_mode():
         logits = model(ids, use_cache=False).logits[0, :-1].float()
@@ -190,7 +190,7 @@ def _root(path: str | os.PathLike[str] | None) -> Path:
     return cache_dir(path)
 
 
-def _require(module: str) -> Any:
+def require(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -255,7 +255,7 @@ def _from_pretrained(source: str | Path, dtype: Any) -> tuple[Any, Any]:
         options["local_files_only"] = True
         files = sorted(source.glob("*.gguf")) if source.is_dir() else [source]
         if source.is_file() or (len(files) == 1 and not (source / "config.json").exists()):
-            _require("gguf")
+            require("gguf")
             folder = files[0].parent
             options["gguf_file"] = files[0].name
             if hasattr(transformers, "GgufConfig"):

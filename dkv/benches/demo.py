@@ -37,7 +37,7 @@ def run(
     chunk: int = 512,
     advance: Callable[[str, int], None] = lambda label, tokens: None,
 ) -> list[Row]:
-    """Prefill, compress, ask: with dense attention, with DKV over every block, and with DKV over ``top_k`` blocks a step.
+    """Prefill, compress, ask: dense attention, DKV over every block, DKV over ``top_k`` blocks a step.
 
     Parameters
     ----------
