@@ -1,0 +1,98 @@
+"""The one place where arguments are checked: what came, what is allowed, by the argument's name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dkv.types import CompressedBlocks
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def dtype_name(array: Any) -> str:
+    """ "float16", "torch.float16" and "mlx.core.float16" alike give "float16"."""
+    return str(array.dtype).rpartition(".")[2]
+
+
+def check_array(name: str, array: Any, axes: str, **sizes: int | None) -> None:
+    """``axes`` such as "B Hkv N D"; ``sizes`` gives the axes whose length is known."""
+    shape = getattr(array, "shape", None)
+    if shape is None or not hasattr(array, "dtype"):
+        raise TypeError(f"{name} must be an array [{axes.replace(' ', ', ')}], got {type(array).__qualname__}")
+    names = axes.split()
+    shape = tuple(shape)
+    wrong = len(shape) != len(names) or any(
+        sizes.get(axis) is not None and sizes[axis] != length for axis, length in zip(names, shape, strict=True)
+    )
+    if wrong:
+        wanted = ", ".join(str(sizes[axis]) if sizes.get(axis) is not None else axis for axis in names)
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(shape)}")
+
+
+def check_float(name: str, array: Any) -> None:
+    if dtype_name(array) not in DTYPES:
+        raise TypeError(f"{name} must be one of {DTYPES}, got {dtype_name(array)}")
+
+
+def check_device(**arrays: Any) -> None:
+    """Torch arrays of one call sit on one device."""
+    devices = {name: str(array.device) for name, array in arrays.items() if array is not None and hasattr(array, "device")}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"arrays must be on one device, got {devices}")
+
+
+def check_count(name: str, value: Any, low: int = 0, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name} must be {low} or more, got {value}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def check_positive(name: str, value: Any, optional: bool = True) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a positive finite number, got {value}")
+
+
+def check_blocks(blocks: Any) -> None:
+    if not isinstance(blocks, CompressedBlocks):
+        raise TypeError(f"blocks must be CompressedBlocks, got {type(blocks).__qualname__}")
+
+
+def check_heads(q: Any, num_kv_heads: int) -> None:
+    if q.shape[1] == 0 or num_kv_heads == 0 or q.shape[1] % num_kv_heads:
+        raise ValueError(f"q must have a multiple of {num_kv_heads} heads (kv heads), got {q.shape[1]}")
+
+
+def check_query(q: Any, blocks: CompressedBlocks) -> None:
+    check_array("q", q, "B Hq Sq D", B=blocks.batch_size, D=blocks.head_dim)
+    check_float("q", q)
+    check_heads(q, blocks.num_kv_heads)
+
+
+def check_integers(name: str, array: Any, axes: str, **sizes: int | None) -> None:
+    check_array(name, array, axes, **sizes)
+    if not dtype_name(array).startswith("int"):
+        raise TypeError(f"{name} must hold signed integers, got {dtype_name(array)}")
+
+
+def check_seq_lens(seq_lens: Any, batch: int, rows: int) -> None:
+    """Shape and dtype; the values too where the array lives on the host (reading a device's would wait for it)."""
+    if seq_lens is None:
+        return
+    check_integers("seq_lens", seq_lens, "B", B=batch)
+    if str(getattr(seq_lens, "device", "cpu")) == "cpu" and batch:
+        low, high = int(seq_lens.min()), int(seq_lens.max())
+        if low < 0 or high > rows:
+            raise ValueError(f"seq_lens must be 0..{rows}, got {low}..{high}")

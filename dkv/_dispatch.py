@@ -1,0 +1,76 @@
+"""Which backend runs an op: the arrays' own library decides, or an explicit name that is used or refused."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+# backend -> (array library it takes, package that holds its ops)
+BACKENDS = {
+    "reference": ("numpy", "dkv.reference"),
+    "torch": ("torch", "dkv.kernels.torch"),
+    "triton": ("torch", "dkv.kernels.triton"),
+    "mlx": ("mlx", "dkv.kernels.mlx"),
+}
+DEFAULTS = {"numpy": "reference", "torch": "torch", "mlx": "mlx"}
+
+
+def library_of(array: Any) -> str:
+    """Name of the array's library: "numpy", "torch", "mlx", or the root of whatever module its type comes from."""
+    return type(array).__module__.partition(".")[0]
+
+
+def unavailable_reason(backend: str) -> str | None:
+    """Why a backend cannot run here; None when it can."""
+    library, package = BACKENDS[backend]
+    if importlib.util.find_spec(package) is None:
+        return f"this version of dkv has no {backend} kernels"
+    needed = "triton" if backend == "triton" else library
+    if importlib.util.find_spec(needed) is None:
+        return f'{needed} is not installed: pip install "dkv[{backend}]"'
+    return None
+
+
+def available_backends() -> dict[str, str | None]:
+    """Every backend by name, with None where it can run and the reason where it cannot.
+
+    Imports no array library.
+    """
+    return {name: unavailable_reason(name) for name in BACKENDS}
+
+
+def resolve(backend: str | None, **arrays: Any) -> str:
+    """The backend to use for these arguments (None values are ignored).
+
+    Raises
+    ------
+    TypeError
+        When the arrays are of no known library, of different ones, or of another than the named backend takes.
+    ValueError
+        When the name is unknown.
+    ImportError
+        When the named backend cannot run here; the message holds the reason.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {tuple(BACKENDS)} or None, got {backend!r}")
+    given = {name: library_of(array) for name, array in arrays.items() if array is not None}
+    for name, library in given.items():
+        if library not in DEFAULTS:
+            raise TypeError(f"{name} must be a NumPy, torch or mlx array, got {type(arrays[name]).__qualname__}")
+    if len(set(given.values())) > 1:
+        raise TypeError(f"arrays must come from one library, got {given}")
+    library = next(iter(given.values()))
+    chosen = backend or DEFAULTS[library]
+    if BACKENDS[chosen][0] != library:
+        raise TypeError(f"backend {chosen!r} takes {BACKENDS[chosen][0]} arrays, got {library}")
+    reason = unavailable_reason(chosen)
+    if reason is not None:
+        raise ImportError(f"backend {chosen!r} is not available: {reason}")
+    return chosen
+
+
+def op_module(backend: str, op: str) -> ModuleType:
+    """The backend's module of that basename."""
+    return importlib.import_module(f"{BACKENDS[backend][1]}.{op}")

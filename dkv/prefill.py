@@ -1,0 +1,75 @@
+"""Block-sparse causal attention for prompts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dkv import _checks as check
+from dkv._dispatch import op_module, resolve
+from dkv.config import DKVConfig
+from dkv.types import AttentionState
+
+
+def prefill_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    config: DKVConfig | None = None,
+    block_indices: Any = None,
+    softcap: float | None = None,
+    sink: Any = None,
+    sm_scale: float | None = None,
+    backend: str | None = None,
+) -> AttentionState:
+    """Causal attention, bottom-right aligned, in which each query block attends a few key blocks. Training-free.
+
+    Every block of ``config.prefill_block`` queries attends the first key block, its recency window and diagonal, and
+    the key blocks whose sub-block means score highest, ``config.prefill_top_k`` in all. With every block selected the
+    result is dense causal attention.
+
+    Parameters
+    ----------
+    q : array [B, Hq, Sq, D]
+    k : array [B, Hkv, Sk, D]
+    v : array [B, Hkv, Sk, Dv]
+    config : DKVConfig, optional
+    block_indices : array [B, Hkv, ceil(Sq / prefill_block), W], int32, optional
+        Used instead of the selection; -1 is unused.
+    softcap, sink, sm_scale, backend
+        As in :func:`dkv.exact_attention`.
+
+    Returns
+    -------
+    AttentionState
+    """
+    config = DKVConfig() if config is None else config
+    check.check_array("q", q, "B Hq Sq D")
+    check.check_float("q", q)
+    check.check_array("k", k, "B Hkv Sk D", B=q.shape[0], D=q.shape[3])
+    check.check_array("v", v, "B Hkv Sk Dv", B=q.shape[0], Hkv=k.shape[1], Sk=k.shape[2])
+    check.check_float("k", k)
+    check.check_float("v", v)
+    check.check_heads(q, k.shape[1])
+    if sink is not None:
+        check.check_array("sink", sink, "Hq", Hq=q.shape[1])
+    check.check_positive("sm_scale", sm_scale)
+    check.check_positive("softcap", softcap)
+    chosen = resolve(backend, q=q, k=k, v=v, block_indices=block_indices, sink=sink)
+    check.check_device(q=q, k=k, v=v, block_indices=block_indices, sink=sink)
+    scale = float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)
+    module = op_module(chosen, "prefill")
+    size, query_block = config.block_size, config.prefill_block
+    if block_indices is None:
+        count = -(-k.shape[2] // size)
+        top_k = config.prefill_top_k or max(16, math.ceil(2 * math.sqrt(count)))
+        block_indices = module.select_key_blocks(q, k, size, query_block, top_k, config.prefill_window, scale)
+    else:
+        sizes = {"B": q.shape[0], "Hkv": k.shape[1], "n": -(-q.shape[2] // query_block)}
+        check.check_integers("block_indices", block_indices, "B Hkv n W", **sizes)
+    return AttentionState(
+        *module.prefill_attention(
+            q, k, v, block_indices=block_indices, block_size=size, prefill_block=query_block, softcap=softcap, sink=sink, sm_scale=scale
+        )
+    )

@@ -1,0 +1,1 @@
+"""Plain vectorised torch: the CPU default, and what ``torch.compile`` sees."""

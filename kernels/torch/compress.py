@@ -1,0 +1,232 @@
+"""Compress blocks of K and V, and rebuild them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dkv.types import RESIDUAL_GROUP, BlockFormat, CompressedBlocks
+
+from ._storage import codes_to_float, group_count, pack_nibbles, power_of_two_above, quantise_affine, quantise_signed
+
+WORKSPACE_BYTES = 128 << 20  # blocks compressed together; the result of a block does not depend on it
+ROW_NORM_FLOOR = 1e-5
+ENERGY_FLOOR = 1e-12
+GAIN_MAX = 1e4
+
+
+def compress_blocks(k: Tensor, v: Tensor, fmt: BlockFormat, keep: str, token_weight: Tensor | None) -> CompressedBlocks:
+    """k ``[B, H, N * S, D]``, v ``[B, H, N * S, Dv]``, token_weight ``[B, N * S]``; any float dtype."""
+    batch, heads, tokens, _ = k.shape
+    size = fmt.block_size
+    count = tokens // size
+    # [B, H, N * S, D] -> [B * N, S, H, D]: blocks are independent
+    rows_k = k.unflatten(2, (count, size)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    rows_v = v.unflatten(2, (count, size)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    weight = None if token_weight is None else token_weight.reshape(batch * count, size)
+    per_block = 8 * size * (3 * heads * (k.shape[3] + v.shape[3]) + 3 * size)
+    step = max(1, WORKSPACE_BYTES // per_block)
+    pieces = [
+        _compress(rows_k[i : i + step], rows_v[i : i + step], fmt, keep, None if weight is None else weight[i : i + step])
+        for i in range(0, max(1, batch * count), step)
+    ]
+    parts = {
+        name: None if value is None else torch.cat([piece[name] for piece in pieces]).unflatten(0, (batch, count))
+        for name, value in pieces[0].items()
+    }
+    return CompressedBlocks(format=fmt, **parts)
+
+
+def _compress(
+    k: Tensor, v: Tensor, fmt: BlockFormat, keep: str, token_weight: Tensor | None
+) -> dict[str, Tensor | None]:
+    count, size, heads, dim = k.shape
+    dim_v = v.shape[3]
+    rank = fmt.stored_rank(heads, dim, dim_v)
+    parts: dict[str, Tensor | None] = {"anchor_k": k[:, 0].clone(), "anchor_v": v[:, 0].clone()}
+
+    dk = (k.double() - k[:, :1].double()).flatten(2)  # [n, S, H * D]
+    if fmt.keeps_every_row:
+        joint, gain = dk, None
+    else:
+        dv = (v.double() - v[:, :1].double()).flatten(2)
+        gain = _value_gain(dk, dv)
+        joint = torch.cat([dk, dv * gain[:, None, None]], dim=-1)
+    u, basis = _truncated_svd(joint, rank)
+    kept = _residual_rows(joint, u, basis, v, fmt, keep, token_weight)  # [n, R]
+    parts["residual_indices"] = kept.to(torch.uint8)
+
+    factor = _factor_dtype(fmt, k.dtype)
+    unit = power_of_two_above(u.abs().amax((1, 2)) if rank else u.new_zeros(count))
+    parts["u_unit"] = unit
+    u = u / unit.double()[:, None, None]
+    # [n, r, H * D] -> [n, H, r, D]
+    basis_k = basis[..., : heads * dim].unflatten(2, (heads, dim)).transpose(1, 2)
+    if factor is torch.int8:
+        scale = (u.abs().amax(-1) / 127).half() if rank else u.new_zeros(count, size).half()
+        parts["u_scale"] = scale
+        parts["u"] = quantise_signed(u, scale[..., None])
+    else:
+        parts["u"] = u.to(factor)
+    parts["basis_k"], parts["basis_k_scale"] = _store_basis(basis_k, factor)
+    if gain is not None:
+        basis_v = basis[..., heads * dim :].unflatten(2, (heads, dim_v)).transpose(1, 2)
+        parts["basis_v"], parts["basis_v_scale"] = _store_basis(basis_v, factor)
+        parts["v_gain"] = gain.float()
+
+    block = torch.arange(count, device=k.device)[:, None]
+    parts.update(_store_rows("residual_k", k[block, kept], fmt.residual_bits, k[:, :1]))
+    parts.update(_store_rows("residual_v", v[block, kept], fmt.residual_bits, None))
+    if fmt.minmax:
+        parts["k_min"], parts["k_max"] = k.amin(1), k.amax(1)
+    return parts
+
+
+def _value_gain(dk: Tensor, dv: Tensor) -> Tensor:
+    energy_k, energy_v = dk.square().sum((1, 2)), dv.square().sum((1, 2))
+    defined = (energy_k >= ENERGY_FLOOR) & (energy_v >= ENERGY_FLOOR)
+    ratio = (energy_k / torch.where(defined, energy_v, 1.0)).sqrt().clamp(1.0, GAIN_MAX)
+    return torch.where(defined, ratio, 1.0)
+
+
+def _truncated_svd(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """u ``[n, S, r]`` and orthonormal basis ``[n, r, C]`` of row-normalised ``rows [n, S, C]``, norms folded into u."""
+    norm = rows.square().sum(-1, keepdim=True).sqrt().clamp(min=ROW_NORM_FLOOR)
+    unit = rows / norm
+    narrow = unit.shape[2] < unit.shape[1]
+    gram = unit.mT @ unit if narrow else unit @ unit.mT  # float64: small singular values survive the squaring
+    vectors = _eigenvectors(gram)[..., -rank:].flip(-1) if rank else gram[..., :0]
+    if narrow:
+        return norm * (unit @ vectors), vectors.mT.contiguous()
+    projected = vectors.mT @ unit  # [n, r, C], rows of length sigma
+    sigma = projected.square().sum(-1, keepdim=True).sqrt()
+    basis = torch.where(sigma > 0, projected / torch.where(sigma > 0, sigma, 1.0), 0.0)
+    return norm * vectors * sigma.mT, basis
+
+
+def _eigenvectors(gram: Tensor) -> Tensor:
+    """Eigenvectors by ascending eigenvalue."""
+    try:
+        values, vectors = torch.linalg.eigh(gram)
+    except torch.linalg.LinAlgError:
+        vectors, values, _ = torch.linalg.svd(gram)
+    order = values.argsort(dim=-1, stable=True)
+    return vectors.gather(-1, order[..., None, :].expand_as(vectors))
+
+
+def _residual_rows(
+    joint: Tensor, u: Tensor, basis: Tensor, v: Tensor, fmt: BlockFormat, keep: str, token_weight: Tensor | None
+) -> Tensor:
+    count, size = joint.shape[:2]
+    if fmt.keeps_every_row:
+        return torch.arange(1, size, device=joint.device).expand(count, size - 1)
+    if keep == "error":
+        score = (joint - u @ basis).square().sum(-1)
+    else:
+        rows = v.double()  # [n, S, H, Dv]
+        mean = rows.mean(1, keepdim=True)
+        length = rows.square().sum(-1).sqrt() * mean.square().sum(-1).sqrt()
+        cosine = torch.where(length > 0, (rows * mean).sum(-1) / torch.where(length > 0, length, 1.0), 0.0)
+        score = (1 - cosine).mean(-1)
+    if token_weight is not None:
+        score = score * token_weight.double()
+    order = score[:, 1:].sort(dim=1, descending=True, stable=True).indices + 1
+    return order[:, : fmt.num_residuals].sort(dim=1).values
+
+
+def _factor_dtype(fmt: BlockFormat, cache: torch.dtype) -> torch.dtype:
+    if fmt.factor_bits == 8:
+        return torch.int8
+    if fmt.factor_bits == 32:
+        return torch.float32
+    return torch.bfloat16 if cache is torch.bfloat16 else torch.float16
+
+
+def _store_basis(basis: Tensor, factor: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """basis ``[n, H, r, D]``; one scale per basis row."""
+    if factor is not torch.int8:
+        return basis.to(factor).contiguous(), None
+    scale = (basis.abs().amax((1, 3)) / 127).float()  # [n, r]
+    return quantise_signed(basis, scale[:, None, :, None]).contiguous(), scale
+
+
+def _store_rows(name: str, rows: Tensor, bits: int, anchor: Tensor | None) -> dict[str, Tensor | None]:
+    """rows ``[n, R, H, D]`` as stored; K (with an anchor) per channel and group of rows, V per row and head."""
+    rows = rows.transpose(1, 2)  # [n, H, R, D]
+    if bits == 16:
+        return {name: rows.contiguous()}
+    count, heads, kept, dim = rows.shape
+    x = rows.double()
+    if anchor is None:
+        if kept == 0:
+            flat = rows.new_zeros(count, heads, 0, dtype=torch.float16)
+            codes, scale, low, unit = rows.to(torch.uint8), flat, flat, rows.new_ones(count, heads, dtype=torch.float32)
+        else:
+            codes, scale, low, unit = quantise_affine(x, 3, (2, 3), bits)
+            scale, low, unit = scale[..., 0], low[..., 0], unit[..., 0, 0]
+    else:
+        x = x - anchor.double().transpose(1, 2)
+        groups = group_count(kept)
+        if groups == 0:
+            flat = rows.new_zeros(count, heads, 0, dim, dtype=torch.float16)
+            codes, scale, low, unit = rows.to(torch.uint8), flat, flat, rows.new_ones(count, heads, dtype=torch.float32)
+        else:
+            pad = groups * RESIDUAL_GROUP - kept
+            # the last row repeated changes no minimum and no maximum
+            x = torch.cat([x, x[:, :, -1:].expand(-1, -1, pad, -1)], dim=2).unflatten(2, (groups, RESIDUAL_GROUP))
+            codes, scale, low, unit = quantise_affine(x, 3, (2, 3, 4), bits)
+            codes = codes.flatten(2, 3)[:, :, :kept]
+            scale, low, unit = scale[:, :, :, 0], low[:, :, :, 0], unit[:, :, 0, 0, 0]
+    packed = pack_nibbles(codes) if bits == 4 else codes
+    return {
+        name: packed.contiguous(),
+        f"{name}_scale": scale.contiguous(),
+        f"{name}_min": low.contiguous(),
+        f"{name}_unit": unit.contiguous(),
+    }
+
+
+def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
+    """Rebuild ``k [B, H, N * S, D]`` and ``v [B, H, N * S, Dv]`` in the cache's dtype. For inspection, never on a hot path."""
+    size = blocks.block_size
+    u = blocks.u.double() * blocks.u_unit.double()[:, :, None, None]  # [B, N, S, r]
+    if blocks.u_scale is not None:
+        u = u * blocks.u_scale.double()[..., None]
+    k = blocks.anchor_k.double()[:, :, :, None] + u[:, :, None] @ _basis(blocks.basis_k, blocks.basis_k_scale)
+    v = blocks.anchor_v.double()[:, :, :, None].expand(-1, -1, -1, size, -1).clone()
+    if blocks.basis_v is not None and blocks.v_gain is not None:
+        v += (u[:, :, None] @ _basis(blocks.basis_v, blocks.basis_v_scale)) / blocks.v_gain.double()[..., None, None, None]
+    dtype = blocks.anchor_k.dtype
+    k, v = _saturated(k, dtype), _saturated(v, blocks.anchor_v.dtype)
+    k[:, :, :, 0], v[:, :, :, 0] = blocks.anchor_k, blocks.anchor_v
+    rows_k, rows_v = residual_rows(blocks)
+    where = blocks.residual_indices.long()[:, :, None, :, None]
+    k.scatter_(3, where.expand_as(rows_k), _saturated(rows_k, dtype))
+    v.scatter_(3, where.expand_as(rows_v), _saturated(rows_v, blocks.anchor_v.dtype))
+    # [B, N, H, S, D] -> [B, H, N * S, D]
+    return k.transpose(1, 2).flatten(2, 3), v.transpose(1, 2).flatten(2, 3)
+
+
+def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def _basis(basis: Tensor, scale: Tensor | None) -> Tensor:
+    wide = basis.double()
+    return wide if scale is None else wide * scale.double()[:, :, None, :, None]
+
+
+def residual_rows(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
+    """Stored residual rows as numbers, ``[B, N, H, R, D]`` and ``[B, N, H, R, Dv]``, float64."""
+    bits, kept = blocks.format.residual_bits, blocks.num_residuals
+    if bits == 16:
+        return blocks.residual_k.double(), blocks.residual_v.double()
+    k = codes_to_float(blocks.residual_k, blocks.head_dim, bits, kept, torch.float64)
+    v = codes_to_float(blocks.residual_v, blocks.head_dim_v, bits, kept, torch.float64)
+    group = torch.arange(kept, device=k.device) // RESIDUAL_GROUP
+    scale_k, min_k = blocks.residual_k_scale[:, :, :, group].double(), blocks.residual_k_min[:, :, :, group].double()
+    unit_k, unit_v = blocks.residual_k_unit.double(), blocks.residual_v_unit.double()
+    k = blocks.anchor_k.double()[:, :, :, None] + unit_k[..., None, None] * (min_k + scale_k * k)
+    v = unit_v[..., None, None] * (blocks.residual_v_min.double()[..., None] + blocks.residual_v_scale.double()[..., None] * v)
+    return k, v

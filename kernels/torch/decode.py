@@ -1,0 +1,276 @@
+"""Attention over compressed blocks and over exact rows, without rebuilding K or V."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dkv.types import RESIDUAL_GROUP, CompressedBlocks
+
+from ._storage import Selected, codes_to_float, group_count
+from .merge import merge_states
+
+WORKSPACE_BYTES = 64 << 20  # logits and decoded codes held at one time; more selected blocks are taken in pieces
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def grouped_queries(q: Tensor, num_kv_heads: int) -> Tensor:
+    """``[B, Hq, Sq, D] -> [B, Hkv, G * Sq, D]`` in the accumulation dtype."""
+    batch, heads, length, dim = q.shape
+    return q.to(accumulation_dtype(q.dtype)).reshape(batch, num_kv_heads, heads // num_kv_heads * length, dim)
+
+
+def ungrouped(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """``[B, Hkv, G * Sq, Dv] -> [B, Hq, Sq, Dv]`` in q's dtype; lse float32."""
+    batch, heads, length = q.shape[:3]
+    return out.reshape(batch, heads, length, out.shape[-1]).to(q.dtype), lse.reshape(batch, heads, length).float()
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def softmax_weights(logits: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Normalised weights over ``dims`` and their lse; an all -inf row gives zero weights and lse -inf."""
+    peak = logits.amax(dims, keepdim=True)
+    safe_peak = torch.where(peak == -torch.inf, 0.0, peak)
+    weight = (logits - safe_peak).exp()
+    total = weight.sum(dims, keepdim=True)
+    lse = torch.where(peak == -torch.inf, -torch.inf, safe_peak + total.log())
+    for dim in sorted(dims, reverse=True):
+        lse = lse.squeeze(dim)
+    return weight / torch.where(total > 0, total, 1.0), lse
+
+
+def lowrank_attention(
+    q: Tensor, blocks: CompressedBlocks, block_indices: Tensor, sm_scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Anchors and non-residual rows of the selected blocks, scored and summed in the rank space."""
+    return _over_pieces(_lowrank_piece, q, blocks, block_indices, sm_scale, softcap)
+
+
+def residual_attention(
+    q: Tensor, blocks: CompressedBlocks, block_indices: Tensor, sm_scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The stored residual rows of the selected blocks."""
+    return _over_pieces(_residual_piece, q, blocks, block_indices, sm_scale, softcap)
+
+
+def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):  # noqa: ANN001, ANN202
+    grouped = grouped_queries(q, blocks.num_kv_heads)
+    batch, heads, rows, _ = grouped.shape
+    width = block_indices.shape[2]
+    if width == 0 or blocks.num_blocks == 0:
+        out = grouped.new_zeros(batch, heads, rows, blocks.head_dim_v)
+        return ungrouped(q, out, grouped.new_full((batch, heads, rows), -torch.inf))
+    block_indices = distinct_slots(block_indices, blocks)
+    per_block = 4 * batch * heads * blocks.block_size * (2 * rows + blocks.head_dim + blocks.head_dim_v)
+    step = max(1, WORKSPACE_BYTES // max(1, per_block))
+    states = [
+        piece(grouped, blocks, Selected(blocks, block_indices[:, :, i : i + step]), sm_scale, softcap)
+        for i in range(0, width, step)
+    ]
+    out, lse = states[0] if len(states) == 1 else merge_states([s[0] for s in states], [s[1] for s in states])
+    return ungrouped(q, out, lse)
+
+
+def distinct_slots(block_indices: Tensor, blocks: CompressedBlocks) -> Tensor:
+    """Indices as a set: ascending, with -1 for repeats and for what names no valid block."""
+    limit = blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1)
+    order = block_indices.sort(dim=-1).values
+    repeated = torch.nn.functional.pad(order[..., 1:] == order[..., :-1], (1, 0))
+    return torch.where(repeated | (order >= limit) | (order < 0), -1, order)
+
+
+def lowrank_logits(q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """Scaled logits of the low-rank rows, ``[B, H, W, M, S]``, and ``u`` as numbers up to its scales."""
+    dtype = q.dtype
+    anchor = torch.einsum("bhmd,bhwd->bhwm", q, chosen.per_head("anchor_k", dtype))
+    query = q[:, :, None] @ chosen.per_head("basis_k", dtype).mT  # [B, H, W, M, r]
+    if blocks.basis_k_scale is not None:
+        query = query * chosen.shared("basis_k_scale", dtype)[..., None, :]
+    u = chosen.shared("u", dtype)  # [B, H, W, S, r]
+    scores = (query @ u.mT) * u_row_scale(blocks, chosen, dtype)[..., None, :]
+    return (anchor[..., None] + scores) * sm_scale, u
+
+
+def u_row_scale(blocks: CompressedBlocks, chosen: Selected, dtype: torch.dtype) -> Tensor:
+    """What multiplies the stored rows of ``u``, ``[B, H, W, S or 1]``."""
+    unit = chosen.shared("u_unit", dtype)[..., None]
+    return unit if blocks.u_scale is None else unit * chosen.shared("u_scale", dtype)
+
+
+def residual_mask(blocks: CompressedBlocks, chosen: Selected) -> Tensor:
+    """True at the positions of residual rows, ``[B, H, W, S]``."""
+    where = chosen.shared("residual_indices").long()
+    mask = torch.zeros(*where.shape[:3], blocks.block_size, dtype=torch.bool, device=where.device)
+    return mask.scatter_(3, where, True)
+
+
+def _lowrank_piece(
+    q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    dtype = q.dtype
+    anchor_v = chosen.per_head("anchor_v", dtype)  # [B, H, W, Dv]
+    if blocks.format.keeps_every_row:
+        logits = torch.einsum("bhmd,bhwd->bhmw", q, chosen.per_head("anchor_k", dtype)) * sm_scale
+        logits = torch.where(chosen.valid[:, :, None], capped(logits, softcap), -torch.inf)
+        weight, lse = softmax_weights(logits, (3,))
+        return weight @ anchor_v, lse
+    logits, u = lowrank_logits(q, blocks, chosen, sm_scale)
+    hidden = residual_mask(blocks, chosen) | ~chosen.valid[..., None]
+    logits = torch.where(hidden[..., None, :], -torch.inf, capped(logits, softcap))
+    weight, lse = softmax_weights(logits, (2, 4))
+    lse = lse.reshape(q.shape[:3])
+    rank_space = (weight * u_row_scale(blocks, chosen, dtype)[..., None, :]) @ u  # [B, H, W, M, r]
+    if blocks.basis_v_scale is not None:
+        rank_space = rank_space * chosen.shared("basis_v_scale", dtype)[..., None, :]
+    gain = chosen.shared("v_gain", dtype)[..., None, None]
+    rank_space = rank_space / torch.where(gain > 0, gain, 1.0)
+    out = (rank_space @ chosen.per_head("basis_v", dtype)).sum(2)
+    return out + torch.einsum("bhwm,bhwd->bhmd", weight.sum(-1), anchor_v), lse
+
+
+def residual_logits(q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_scale: float) -> Tensor:
+    """Scaled logits of the residual rows, ``[B, H, W, M, R]``, codes scored without decoding the rows."""
+    dtype, kept, bits = q.dtype, blocks.num_residuals, blocks.format.residual_bits
+    if bits == 16:
+        return (q[:, :, None] @ chosen.per_head("residual_k", dtype).mT) * sm_scale
+    groups = group_count(kept)
+    anchor = torch.einsum("bhmd,bhwd->bhwm", q, chosen.per_head("anchor_k", dtype))
+    unit = chosen.per_head("residual_k_unit", dtype)[..., None, None]
+    low = q[:, :, None] @ (chosen.per_head("residual_k_min", dtype) * unit).mT  # [B, H, W, M, Q]
+    scale = chosen.per_head("residual_k_scale", dtype) * unit  # [B, H, W, Q, D]
+    codes = codes_to_float(chosen.per_head("residual_k"), q.shape[-1], bits, groups * RESIDUAL_GROUP, dtype)
+    codes = codes.unflatten(3, (groups, RESIDUAL_GROUP))  # [B, H, W, Q, 64, D]
+    query = q[:, :, None, None] * scale[..., None, :]  # [B, H, W, Q, M, D]
+    scores = (query @ codes.mT).transpose(3, 4) + low[..., None]  # [B, H, W, M, Q, 64]
+    return (scores.flatten(4, 5)[..., :kept] + anchor[..., None]) * sm_scale
+
+
+def _residual_piece(
+    q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    dtype, kept, bits = q.dtype, blocks.num_residuals, blocks.format.residual_bits
+    if kept == 0:
+        return q.new_zeros(*q.shape[:3], blocks.head_dim_v), q.new_full(q.shape[:3], -torch.inf)
+    logits = capped(residual_logits(q, blocks, chosen, sm_scale), softcap)
+    logits = torch.where(chosen.valid[..., None, None], logits, -torch.inf)
+    weight, lse = softmax_weights(logits, (2, 4))
+    lse = lse.reshape(q.shape[:3])
+    if bits == 16:
+        return (weight @ chosen.per_head("residual_v", dtype)).sum(2), lse
+    unit = chosen.per_head("residual_v_unit", dtype)[..., None]
+    scale, low = chosen.per_head("residual_v_scale", dtype) * unit, chosen.per_head("residual_v_min", dtype) * unit
+    codes = codes_to_float(chosen.per_head("residual_v"), blocks.head_dim_v, bits, kept, dtype)
+    out = ((weight * scale[..., None, :]) @ codes).sum(2)
+    return out + (weight * low[..., None, :]).sum((2, 4))[..., None], lse
+
+
+def exact_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    seq_lens: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Dense rows; bottom-right causal inside ``seq_lens``."""
+    length, keys = q.shape[2], k.shape[2]
+    ragged = seq_lens is not None
+    ends = seq_lens.long() if ragged else torch.full((q.shape[0],), keys, device=q.device)
+    position = ends[:, None] - length + torch.arange(length, device=q.device)  # [B, Sq]
+    last = torch.minimum(position, ends[:, None] - 1) if causal else (ends[:, None] - 1).expand(-1, length)
+    first = None if window is None else position - window + 1
+    bounded = ragged or (causal and length > 1)
+    return attend_rows(q, k, v, last if bounded else None, first, softcap, sink, sm_scale, clean=not ragged)
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    last: Tensor | None,
+    first: Tensor | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    sm_scale: float,
+    clean: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Query ``[b, i]`` sees the keys ``first[b, i] .. last[b, i]``; every key where both are None.
+
+    ``clean=False`` says that rows beyond the largest ``last`` may hold NaN and must not be multiplied in.
+    """
+    batch, heads, length, _ = q.shape
+    heads_kv, keys = k.shape[1], k.shape[2]
+    wide = accumulation_dtype(q.dtype)
+    group = heads // heads_kv
+    if keys == 0 or batch == 0 or length == 0:
+        out = q.new_zeros(batch, heads, length, v.shape[-1])
+        lse = torch.full((batch, heads, length), -torch.inf, device=q.device)
+        return out, lse if sink is None else sink.float().view(1, -1, 1).expand_as(lse).clone()
+    k, v = k.to(wide), v.to(wide)
+    slots = torch.arange(keys, device=q.device)
+    if not clean and last is not None:
+        v = torch.where((slots <= last.amax(1)[:, None])[:, None, :, None], v, 0.0)
+    step = max(1, WORKSPACE_BYTES // max(1, 8 * batch * heads * keys))
+    outs, lses = [], []
+    for i in range(0, length, step):
+        part = q[:, :, i : i + step].to(wide).reshape(batch, heads_kv, -1, q.shape[-1])
+        logits = capped((part @ k.mT) * sm_scale, softcap).unflatten(2, (group, -1))  # [B, Hkv, G, s, Sk]
+        seen = _seen(slots, last, first, slice(i, i + step))
+        if seen is not None:
+            logits = torch.where(seen, logits, -torch.inf)
+        if sink is not None:
+            extra = sink.to(wide).view(1, heads_kv, group, 1, 1).expand(*logits.shape[:4], 1)
+            weight, lse = softmax_weights(torch.cat([logits, extra], dim=-1), (4,))
+            weight = weight[..., :-1]
+        else:
+            weight, lse = softmax_weights(logits, (4,))
+        out = weight.flatten(2, 3) @ v
+        outs.append(out.reshape(batch, heads, -1, v.shape[-1]))
+        lses.append(lse.reshape(batch, heads, -1))
+    return torch.cat(outs, dim=2).to(q.dtype), torch.cat(lses, dim=2).float()
+
+
+def _seen(slots: Tensor, last: Tensor | None, first: Tensor | None, rows: slice) -> Tensor | None:
+    if last is None and first is None:
+        return None
+    seen = torch.ones((), dtype=torch.bool, device=slots.device)
+    if last is not None:
+        seen = seen & (slots <= last[:, rows, None])
+    if first is not None:
+        seen = seen & (slots >= first[:, rows, None])
+    return seen[:, None, None]  # [B, 1, 1, s, Sk]
+
+
+def decode_attention(
+    q: Tensor,
+    blocks: CompressedBlocks,
+    k_window: Tensor | None,
+    v_window: Tensor | None,
+    block_indices: Tensor,
+    seq_lens: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Low-rank, residual and window parts, merged."""
+    if k_window is None or v_window is None:
+        k_window = q.new_zeros(q.shape[0], blocks.num_kv_heads, 0, q.shape[-1])
+        v_window = q.new_zeros(q.shape[0], blocks.num_kv_heads, 0, blocks.head_dim_v)
+    wide = q.to(accumulation_dtype(q.dtype))  # partial outputs stay wide until the merge
+    states = [exact_attention(wide, k_window, v_window, True, seq_lens, window, softcap, sink, sm_scale)]
+    if blocks.num_blocks and block_indices.shape[2]:
+        states.append(lowrank_attention(wide, blocks, block_indices, sm_scale, softcap))
+        if blocks.num_residuals:
+            states.append(residual_attention(wide, blocks, block_indices, sm_scale, softcap))
+    out, lse = merge_states([s[0] for s in states], [s[1] for s in states])
+    return out.to(q.dtype), lse

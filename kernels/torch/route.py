@@ -1,0 +1,115 @@
+"""Score every compressed block and select the most relevant ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dkv.types import CompressedBlocks
+
+from ._storage import Selected
+from .decode import WORKSPACE_BYTES, grouped_queries, residual_logits, residual_mask, u_row_scale
+
+
+def route_blocks(
+    q: Tensor,
+    blocks: CompressedBlocks,
+    top_k: int,
+    router: str,
+    share: str,
+    sm_scale: float,
+    sink_blocks: int,
+    recent_blocks: int,
+) -> Tensor:
+    """Block indices ``[B, Hkv, min(top_k, N)]`` int32, ascending, -1 where unused."""
+    batch, heads = q.shape[0], blocks.num_kv_heads
+    counts = blocks.block_counts
+    if counts is None:
+        counts = torch.full((batch,), blocks.num_blocks, device=q.device)
+    if blocks.num_blocks == 0 or q.shape[2] == 0:
+        mean = torch.zeros(batch, heads, blocks.num_blocks, device=q.device)
+    else:
+        scores = route_scores(q, blocks, router, sm_scale)  # [B, Hkv, M, N]
+        mean = _softmax_over_blocks(scores, counts).mean(2)
+    if share == "all":
+        mean = mean.mean(1, keepdim=True).expand(-1, heads, -1)
+    return select_blocks(mean, counts, top_k, sink_blocks, recent_blocks)
+
+
+def _softmax_over_blocks(scores: Tensor, counts: Tensor) -> Tensor:
+    slots = torch.arange(scores.shape[-1], device=scores.device)
+    usable = (slots < counts.view(-1, 1, 1, 1)) & ~scores.isnan()
+    scores = torch.where(usable, scores, -torch.inf)
+    peak = scores.amax(-1, keepdim=True)
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    weight = torch.where(scores == peak, 1.0, (scores - peak).exp())  # inf - inf would be NaN
+    total = weight.sum(-1, keepdim=True)
+    return weight / torch.where(total > 0, total, 1.0)
+
+
+def select_blocks(score: Tensor, counts: Tensor, top_k: int, sink_blocks: int, recent_blocks: int) -> Tensor:
+    """Sink and recent blocks, then the highest of ``score [B, Hkv, N]``, ties to the lowest index."""
+    total = score.shape[-1]
+    slots = torch.arange(total, device=score.device)
+    counts = counts.view(-1, 1, 1)
+    valid = slots < counts
+    pinned = valid & ((slots < sink_blocks) | (slots >= counts - recent_blocks))
+    key = torch.where(score.isnan(), -torch.inf, score)
+    key = torch.where(pinned, torch.inf, torch.where(valid, key.clamp(min=-1.0), -2.0))
+    order = key.sort(dim=-1, descending=True, stable=True).indices[..., : min(top_k, total)]
+    chosen = torch.where(order < counts, order, total).sort(dim=-1).values
+    return torch.where(chosen < total, chosen, -1).int()
+
+
+def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: float) -> Tensor:
+    """Scores ``[B, Hkv, G * Sq, N]`` of every block, taken in pieces that bound the workspace."""
+    grouped = grouped_queries(q, blocks.num_kv_heads)
+    batch, heads, rows, dim = grouped.shape
+    score = {"lowrank": _lowrank, "minmax": _minmax, "residual": _residual}[router]
+    width = {"lowrank": blocks.block_size * (rows + dim), "minmax": rows + dim, "residual": blocks.num_residuals * (rows + dim)}
+    step = max(1, WORKSPACE_BYTES // max(1, 8 * batch * heads * width[router]))
+    pieces = []
+    for i in range(0, blocks.num_blocks, step):
+        part = blocks.map(lambda x, i=i: x if x.ndim == 1 else x[:, i : i + step])
+        if part.block_counts is not None:
+            part = part.map(lambda x, i=i: (x - i).clamp(0, step) if x.ndim == 1 else x)
+        pieces.append(score(grouped, part, sm_scale))
+    return torch.cat(pieces, dim=-1)
+
+
+def _lowrank(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
+    every = Selected(blocks, None)
+    batch, heads, rows, _ = q.shape
+    count, size = blocks.num_blocks, blocks.block_size
+    anchor = torch.einsum("bhmd,bhnd->bnhm", q, every.per_head("anchor_k", q.dtype)).flatten(2)
+    query = q[:, :, None] @ every.per_head("basis_k", q.dtype).mT  # [B, H, N, M, r]
+    if blocks.basis_k_scale is not None:
+        query = query * every.shared("basis_k_scale", q.dtype)[..., None, :]
+    # one product per block for all heads: [B, N, H * M, r] @ [B, N, r, S]
+    query = query.permute(0, 2, 1, 3, 4).flatten(2, 3)
+    logits = query @ every.shared("u", q.dtype)[:, 0].mT
+    logits = (logits * u_row_scale(blocks, every, q.dtype)[:, 0, :, None] + anchor[..., None]) * sm_scale
+    if blocks.format.keeps_every_row:
+        lse = logits.logsumexp(-1)
+    else:
+        logits = torch.where(residual_mask(blocks, every)[:, 0, :, None], -torch.inf, logits)
+        lse = logits.logsumexp(-1)
+        if blocks.num_residuals:
+            exact = residual_logits(q, blocks, every, sm_scale).logsumexp(-1)  # [B, H, N, M]
+            lse = torch.logaddexp(lse, exact.permute(0, 2, 1, 3).flatten(2))
+    return lse.view(batch, count, heads, rows).permute(0, 2, 3, 1)
+
+
+def _minmax(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
+    every = Selected(blocks, None)
+    low, high = every.per_head("k_min", q.dtype), every.per_head("k_max", q.dtype)  # [B, H, N, D]
+    # max(q * low, q * high) is q+ * high + q- * low
+    return (q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT) * sm_scale
+
+
+def _residual(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
+    every = Selected(blocks, None)
+    best = q @ every.per_head("anchor_k", q.dtype).mT * sm_scale  # [B, H, M, N]
+    if blocks.num_residuals == 0:
+        return best
+    return torch.maximum(best, residual_logits(q, blocks, every, sm_scale).amax(-1).transpose(2, 3))
