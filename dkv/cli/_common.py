@@ -14,8 +14,8 @@ from rich.console import Console
 
 from dkv.config import DKVConfig
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, markup=False)
+err = Console(stderr=True, highlight=False, markup=False)
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -111,11 +111,11 @@ def _table(rows: Sequence[Row]) -> Table:
         return "-" if value is None else f"{value:.2f}x"
 
     lines = {
-        "answer": [row.answer[:24] for row in rows],
+        "answer": [row.answer[:17] for row in rows],
         "right?": ["right" if row.right else "WRONG" for row in rows],
         "KV cache": [megabytes(row.kv_bytes) for row in rows],
-        "ratio, whole cache": ["1" if row is dense else ratio(row.ratio) for row in rows],
-        "ratio, compressed part": [ratio(row.compressed_ratio) for row in rows],
+        "ratio": ["1" if row is dense else ratio(row.ratio) for row in rows],
+        "ratio, blocks": [ratio(row.compressed_ratio) for row in rows],
         "peak memory": [megabytes(row.peak_bytes) for row in rows],
         "prefill": [f"{row.prefill_seconds:.1f} s" for row in rows],
         "decode": [f"{row.decode_tokens_per_second:.1f} tokens/s" for row in rows],
