@@ -80,7 +80,7 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
 def _lowrank(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
     every = Selected(blocks, None)
     batch, heads, rows, _ = q.shape
-    count, size = blocks.num_blocks, blocks.block_size
+    count = blocks.num_blocks
     anchor = torch.einsum("bhmd,bhnd->bnhm", q, every.per_head("anchor_k", q.dtype)).flatten(2)
     query = q[:, :, None] @ every.per_head("basis_k", q.dtype).mT  # [B, H, N, M, r]
     if blocks.basis_k_scale is not None:

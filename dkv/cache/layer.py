@@ -1,0 +1,316 @@
+"""One attention layer's cache. The state after N tokens depends on the tokens alone, not on how they were chunked.
+
+Rows of a sequence, oldest first: ``sink_tokens`` exact rows, closed blocks, exact recency window. Padding is never stored,
+so the rows of a batch may hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
+from dkv.compress import compress_blocks
+from dkv.config import DKVConfig
+from dkv.kernels.torch.decode import attend_rows, lowrank_attention, residual_attention
+from dkv.kernels.torch.merge import merge_states
+from dkv.kernels.torch.route import route_blocks
+from dkv.types import CompressedBlocks
+
+
+class LayerCache:
+    """Compressed blocks and exact rows of one layer, for a batch of sequences.
+
+    Attributes
+    ----------
+    offset : int
+        Positions seen per sequence, padding included; what a framework calls the sequence length.
+    tokens : list of int
+        Real tokens seen by each sequence.
+    rows : list of int
+        Exact rows stored for each sequence: sink rows, then the window.
+    block_counts : list of int
+        Closed blocks of each sequence.
+    blocks : CompressedBlocks or None
+    k_rows, v_rows : Tensor [B, Hkv, capacity, D or Dv] or None
+        Exact rows; those beyond ``rows`` are spare room.
+    """
+
+    def __init__(self, config: DKVConfig) -> None:
+        self.config = config
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; the next append starts a new batch of any size."""
+        self.offset = 0
+        self.tokens: list[int] = []
+        self.rows: list[int] = []
+        self.block_counts: list[int] = []
+        self.blocks: CompressedBlocks | None = None
+        self.k_rows: Tensor | None = None
+        self.v_rows: Tensor | None = None
+        self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
+
+    # what it holds
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.tokens)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor held, by name. Whatever copies, counts or saves a cache walks this."""
+        held = {"k_rows": self.k_rows, "v_rows": self.v_rows, "real": self.real}
+        if self.blocks is not None:
+            held.update({f"blocks.{name}": part for name, part in self.blocks.parts()})
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of dense K and V of every position seen, in the cache's dtype."""
+        if self.k_rows is None or self.v_rows is None:
+            return 0
+        per_row = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in (self.k_rows, self.v_rows))
+        return self.batch_size * self.offset * per_row
+
+    # appending and attending
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        padding: Tensor | None = None,
+        sm_scale: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """Append a chunk, attend it causally to everything seen, then close what is due.
+
+        Parameters
+        ----------
+        q : Tensor [B, Hq, n, D]
+        k, v : Tensor [B, Hkv, n, D or Dv]
+        padding : Tensor [B, n], bool, optional
+            False where a position is padding; it is not stored and its output means nothing.
+        sm_scale, softcap, sink
+            As in :func:`dkv.exact_attention`.
+
+        Returns
+        -------
+        Tensor [B, Hq, n, Dv]
+        """
+        scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+        fresh = self.offset == 0
+        last = self._append(k, v, padding)
+        if fresh and last is None and softcap is None and sink is None:
+            out = _dense_causal(q, k, v, scale)
+        else:
+            out = self._attend(q, last, padding, scale, softcap, sink)
+        self.close(self.config.window)
+        return out
+
+    def _attend(
+        self,
+        q: Tensor,
+        last: Tensor | None,
+        padding: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink: Tensor | None,
+    ) -> Tensor:
+        assert self.k_rows is not None and self.v_rows is not None
+        length, stored = q.shape[2], max(self.rows)
+        if last is None and length > 1:
+            last = torch.arange(stored - length, stored, device=q.device).expand(q.shape[0], -1)
+        ragged = len(set(self.rows)) > 1
+        if ragged and last is None:
+            last = torch.tensor(self.rows, device=q.device)[:, None] - 1
+        wide = q.float()  # partial outputs stay float32 until the merge
+        k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
+        states = [attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)]
+        if self.blocks is not None:
+            chosen = self._route(wide, padding, scale)
+            states.append(lowrank_attention(wide, self.blocks, chosen, scale, softcap))
+            if self.blocks.num_residuals:
+                states.append(residual_attention(wide, self.blocks, chosen, scale, softcap))
+        return merge_states([state[0] for state in states], [state[1] for state in states])[0].to(q.dtype)
+
+    def _route(self, q: Tensor, padding: Tensor | None, scale: float) -> Tensor:
+        assert self.blocks is not None
+        config, total = self.config, self.blocks.num_blocks
+        top_k = config.top_k if q.shape[2] == 1 else (config.chunk_top_k or total)
+        if top_k >= total:
+            every = torch.arange(total, device=q.device, dtype=torch.int32)
+            counts = torch.tensor(self.block_counts, device=q.device)[:, None]
+            every = torch.where(every < counts, every, -1)
+            return every[:, None].expand(-1, self.blocks.num_kv_heads, -1)
+        if padding is not None:
+            q = torch.where(padding[:, None, :, None], q, q[:, :, -1:])  # padding has no say in the selection
+        sinks = 0 if config.sink_tokens else min(config.sink_blocks, top_k)
+        return route_blocks(q, self.blocks, top_k, config.router, config.share, scale, sinks, config.recent_blocks)
+
+    def _append(self, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor | None:
+        """Store a chunk's real rows; the last row each query sees ``[B, n]``, None where it needs no mask of its own."""
+        batch, length = k.shape[0], k.shape[2]
+        if self.tokens and self.batch_size != batch:
+            raise ValueError(f"k must have the cache's batch size {self.batch_size}, got {batch}")
+        if not self.tokens:
+            self.tokens, self.rows, self.block_counts = [0] * batch, [0] * batch, [0] * batch
+        if padding is not None and bool(padding.all()):
+            padding = None
+        if padding is not None or self.real is not None:
+            new = torch.ones(batch, length, dtype=torch.bool, device=k.device) if padding is None else padding
+            old = self.real
+            if old is None:
+                old = torch.ones(batch, self.offset, dtype=torch.bool, device=k.device)
+            self.real = torch.cat([old, new], dim=1)
+        self.offset += length
+        if padding is None and len(set(self.rows)) == 1:
+            self._write_uniform(k, v)
+            self.rows = [row + length for row in self.rows]
+            self.tokens = [token + length for token in self.tokens]
+            return None
+        real = torch.ones(batch, length, dtype=torch.bool, device=k.device) if padding is None else padding
+        rank = real.long().cumsum(1)
+        start = torch.tensor(self.rows, device=k.device)[:, None]
+        order = (~real).long().argsort(dim=1, stable=True)  # real rows first, in order
+        self._grow(k, v, max(self.rows) + length)
+        assert self.k_rows is not None and self.v_rows is not None
+        where = (start + torch.arange(length, device=k.device))[:, None, :, None]
+        for rows, chunk in ((self.k_rows, k), (self.v_rows, v)):
+            packed = chunk.gather(2, order[:, None, :, None].expand_as(chunk))
+            rows.scatter_(2, where.expand_as(packed), packed)
+        added = rank[:, -1].tolist()
+        self.rows = [a + b for a, b in zip(self.rows, added, strict=True)]
+        self.tokens = [a + b for a, b in zip(self.tokens, added, strict=True)]
+        return start + rank - 1
+
+    def _write_uniform(self, k: Tensor, v: Tensor) -> None:
+        start, length = self.rows[0], k.shape[2]
+        self._grow(k, v, start + length)
+        assert self.k_rows is not None and self.v_rows is not None
+        self.k_rows[:, :, start : start + length] = k
+        self.v_rows[:, :, start : start + length] = v
+
+    def _grow(self, k: Tensor, v: Tensor, needed: int) -> None:
+        """Make room for ``needed`` rows; buffers are never shared with what the caller holds."""
+        if self.k_rows is not None and self.k_rows.shape[2] >= needed:
+            return
+        room = self.config.block_size
+        capacity = -(-needed // room) * room
+        self.k_rows, self.v_rows = _resized(self.k_rows, k, capacity), _resized(self.v_rows, v, capacity)
+
+    # closing blocks
+
+    def close(self, window: int) -> None:
+        """Compress the oldest full blocks behind the sink tokens, leaving at least ``window`` rows exact.
+
+        A block closes once the window holds ``window + block_size`` rows, so the same blocks close at the same tokens
+        however the tokens came.
+        """
+        size = self.config.block_size
+        sinks = [min(token, self.config.sink_tokens) for token in self.tokens]
+        due = [max(0, (row - sink - window) // size) for row, sink in zip(self.rows, sinks, strict=True)]
+        if not any(due):
+            return
+        assert self.k_rows is not None and self.v_rows is not None
+        if len(set(due)) == 1 and len(set(self.rows)) == 1:
+            closing = slice(sinks[0], sinks[0] + due[0] * size)
+            new = compress_blocks(self.k_rows[:, :, closing], self.v_rows[:, :, closing], config=self.config)
+        else:
+            new = stack_rows([self._compress_row(row, sinks[row], count) for row, count in enumerate(due)])
+        self.blocks = join_blocks(self.blocks, self.block_counts, new, due)
+        self.block_counts = [a + b for a, b in zip(self.block_counts, due, strict=True)]
+        left = [row - count * size for row, count in zip(self.rows, due, strict=True)]
+        capacity = max(self.config.sink_tokens + self.config.window + size, -(-max(left) // size) * size)
+        self.k_rows = self._without(self.k_rows, sinks, due, capacity)
+        self.v_rows = self._without(self.v_rows, sinks, due, capacity)
+        self.rows = left
+
+    def _compress_row(self, row: int, sink: int, count: int) -> CompressedBlocks | None:
+        if count == 0:
+            return None
+        assert self.k_rows is not None and self.v_rows is not None
+        closing = slice(sink, sink + count * self.config.block_size)
+        k, v = self.k_rows[row : row + 1, :, closing], self.v_rows[row : row + 1, :, closing]
+        return compress_blocks(k, v, config=self.config)
+
+    def _without(self, buffer: Tensor, sinks: list[int], due: list[int], capacity: int) -> Tensor:
+        """A new, smaller buffer without the closed rows."""
+        kept = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[3])
+        size = self.config.block_size
+        for row, (sink, count, stored) in enumerate(zip(sinks, due, self.rows, strict=True)):
+            kept[row, :, :sink] = buffer[row, :, :sink]
+            kept[row, :, sink : stored - count * size] = buffer[row, :, sink + count * size : stored]
+        return kept
+
+    # surgery: each of these walks every part
+
+    def crop(self, count: int) -> None:
+        """Remove the newest ``count`` positions; all of them when fewer were seen.
+
+        Raises
+        ------
+        ValueError
+            When a removed token lies in a closed block. Nothing was changed then.
+        """
+        if count < 0:
+            raise ValueError(f"count must be 0 or more, got {count}")
+        if count == 0 or self.offset == 0:
+            return
+        if count >= self.offset:
+            self.reset()
+            return
+        gone = [count] * self.batch_size if self.real is None else self.real[:, -count:].sum(1).tolist()
+        for row, lost in enumerate(gone):
+            window = self.rows[row] - min(self.tokens[row], self.config.sink_tokens)
+            if self.block_counts[row] and lost > window:
+                raise ValueError(
+                    f"crop of {count} positions reaches into a closed block: sequence {row} holds {window} exact rows after it"
+                )
+        self.offset -= count
+        self.rows = [row - lost for row, lost in zip(self.rows, gone, strict=True)]
+        self.tokens = [token - lost for token, lost in zip(self.tokens, gone, strict=True)]
+        if self.real is not None:
+            self.real = self.real[:, :-count].clone()
+
+    def select(self, index: Sequence[int] | Tensor) -> None:
+        """Make the batch the sequences of ``index``, repeats allowed (beam search, batch selection)."""
+        if not self.tokens:
+            return
+        picked = torch.as_tensor(index).long().tolist()
+        if any(not -self.batch_size <= i < self.batch_size for i in picked):
+            raise IndexError(f"index must name sequences 0..{self.batch_size - 1}, got {picked}")
+        assert self.k_rows is not None
+        where = torch.tensor(picked, dtype=torch.long, device=self.k_rows.device) % self.batch_size
+        self.k_rows, self.v_rows, self.real = (
+            None if part is None else part.index_select(0, where) for part in (self.k_rows, self.v_rows, self.real)
+        )
+        self.tokens, self.rows, self.block_counts = (
+            [values[i] for i in picked] for values in (self.tokens, self.rows, self.block_counts)
+        )
+        if self.blocks is not None:
+            blocks = self.blocks.map(lambda part: part.index_select(0, where))
+            most = max(self.block_counts, default=0)
+            self.blocks = with_counts(cut_blocks(blocks, most), self.block_counts) if most else None
+
+
+def _resized(buffer: Tensor | None, like: Tensor, capacity: int) -> Tensor:
+    grown = like.new_zeros(*like.shape[:2], capacity, like.shape[3])
+    if buffer is not None:
+        grown[:, :, : buffer.shape[2]] = buffer
+    return grown
+
+
+def _dense_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)

@@ -1,0 +1,63 @@
+"""Joining, cutting and picking rows of :class:`CompressedBlocks` held in torch tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from dkv.types import CompressedBlocks
+
+
+def with_counts(blocks: CompressedBlocks, counts: Sequence[int]) -> CompressedBlocks:
+    """The same blocks with ``counts`` valid ones per sequence; ``block_counts`` is stored only where they differ."""
+    if all(count == blocks.num_blocks for count in counts):
+        return dataclasses.replace(blocks, block_counts=None)
+    device = blocks.anchor_k.device
+    return dataclasses.replace(blocks, block_counts=torch.tensor(list(counts), dtype=torch.int32, device=device))
+
+
+def join_blocks(
+    old: CompressedBlocks | None, old_counts: Sequence[int], new: CompressedBlocks, new_counts: Sequence[int]
+) -> CompressedBlocks:
+    """Row ``b`` is the first ``old_counts[b]`` blocks of ``old``, then the first ``new_counts[b]`` of ``new``."""
+    if old is None:
+        return with_counts(cut_blocks(new, max(new_counts)), new_counts)
+    counts = [a + b for a, b in zip(old_counts, new_counts, strict=True)]
+    uniform = len(set(old_counts)) == 1 and len(set(new_counts)) == 1
+    parts = {}
+    for name, part in old.parts():
+        if name == "block_counts":
+            continue
+        added = getattr(new, name)
+        if uniform:
+            parts[name] = torch.cat([part[:, : old_counts[0]], added[:, : new_counts[0]]], dim=1)
+            continue
+        joined = part.new_zeros(part.shape[0], max(counts), *part.shape[2:])
+        for row, (a, b) in enumerate(zip(old_counts, new_counts, strict=True)):
+            joined[row, :a] = part[row, :a]
+            joined[row, a : a + b] = added[row, :b]
+        parts[name] = joined
+    return with_counts(CompressedBlocks(format=old.format, **parts), counts)
+
+
+def cut_blocks(blocks: CompressedBlocks, count: int) -> CompressedBlocks:
+    """The first ``count`` blocks of every sequence, copied so that the rest is freed."""
+    if count == blocks.num_blocks:
+        return blocks
+    return blocks.map(lambda part: part if part.ndim == 1 else part[:, :count].clone())
+
+
+def stack_rows(rows: Sequence[CompressedBlocks | None]) -> CompressedBlocks:
+    """One batch from single-sequence blocks of differing counts, zero-padded; None is a sequence without blocks."""
+    template = next(row for row in rows if row is not None)
+    count = max(row.num_blocks for row in rows if row is not None)
+    parts = {}
+    for name, part in template.parts():
+        stacked = part.new_zeros(len(rows), count, *part.shape[2:])
+        for index, row in enumerate(rows):
+            if row is not None:
+                stacked[index, : row.num_blocks] = getattr(row, name)[0]
+        parts[name] = stacked
+    return CompressedBlocks(format=template.format, **parts)

@@ -1,0 +1,1 @@
+"""Bridges to other libraries. Each is imported by name and needs that library installed."""
