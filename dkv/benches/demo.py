@@ -33,7 +33,6 @@ def run(
     hay: needle.Haystack,
     config: DKVConfig,
     top_k: int | None,
-    window: int,
     chunk: int = 512,
     advance: Callable[[str, int], None] = lambda label, tokens: None,
 ) -> list[Row]:
@@ -46,14 +45,12 @@ def run(
     config : DKVConfig
     top_k : int or None
         Blocks per decode step of the routed row; None leaves that row out.
-    window : int
-        Newest tokens that stay exact when the question comes.
     chunk : int
         Tokens per prefill step.
     advance : callable
         Told the row and how many tokens went in.
     """
-    from dkv.integrations.transformers import DKVCache, attach
+    from dkv.integrations.transformers import DKVCache, attach, detach
 
     rows = []
     with peak.watch(model.device) as memory:
@@ -69,13 +66,12 @@ def run(
     settings = [("DKV, all blocks", dataclasses.replace(config, top_k=max(num_blocks, config.top_k)))]
     if top_k is not None:
         settings.append((f"DKV, top {top_k} blocks", dataclasses.replace(config, top_k=top_k)))
-    own_attention = model.config._attn_implementation
     for variant, each in settings:
         attach(model, each)
         with peak.watch(model.device) as memory:
             cache = DKVCache(model, each)
             prefill = needle.feed(model, hay.ids, cache, chunk, lambda count, label=variant: advance(label, count))
-            cache.compress(window=window)
+            cache.compress()
             kv_bytes, dense_bytes = cache.nbytes, cache.dense_nbytes
             closed, closed_dense = cache.compressed_nbytes, cache.compressed_dense_nbytes
             answer = needle.ask(model, tokenizer, cache, hay.code)
@@ -83,7 +79,7 @@ def run(
         rows.append(_row(variant, answer, kv_bytes, dense_bytes / kv_bytes, part, memory, prefill))
         del cache
         gc.collect()
-    model.set_attn_implementation(own_attention)
+    detach(model)
     return rows
 
 
@@ -91,7 +87,11 @@ def sentence(rows: list[Row], code: str) -> str:
     """What the table means, in plain words."""
     dense, compressed = rows[0], rows[1:]
     smallest = compressed[0]
-    sizes = f"{smallest.kv_bytes / 1e6:.1f} MB instead of {dense.kv_bytes / 1e6:.1f} MB ({smallest.ratio:.1f}x less)"
+    sizes = f"{smallest.kv_bytes / 1e6:.1f} MB instead of {dense.kv_bytes / 1e6:.1f} MB"
+    if smallest.ratio >= 1.05:
+        sizes += f", {smallest.ratio:.1f} times smaller"
+    else:
+        sizes += ", no smaller: this text is too short for compression to pay"
     if not dense.right:
         return (
             f"The model itself does not find the passcode {code} with its full cache, so this run says nothing about "

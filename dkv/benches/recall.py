@@ -33,9 +33,9 @@ def run(
 ) -> list[dict[str, Any]]:
     """Right answers per context and variant.
 
-    The text is prefilled once per trial with dense attention; every variant compresses those same keys and values, all
-    but the first 256 (``sink_tokens``) and the newest 256 to 511 tokens, and is asked afterwards. So the codec alone
-    differs. A format of 16 bits follows the model's dtype.
+    The text is prefilled once per trial, in one chunk and with nothing compressed; that cache answers as "dense". Every
+    variant then compresses a copy of it, all but the first 256 (``sink_tokens``) and the newest 256 to 511 tokens, and
+    is asked afterwards: the codec alone differs. Factors of 16 bits follow the model's dtype.
 
     Returns
     -------
@@ -43,30 +43,28 @@ def run(
         Keys ``context``, ``variant``, ``right``, ``trials``, ``ratio`` (dense bytes over stored bytes of the compressed
         blocks; 1 where nothing is compressed), ``whole_cache_ratio`` (window and sink tokens included).
     """
-    from dkv.integrations.transformers import DKVCache, attach
+    from dkv.integrations.transformers import DKVCache, attach, detach
 
     variants = default_variants() if variants is None else variants
-    own_attention = model.config._attn_implementation
+    first = max((config.sink_tokens for config in variants.values()), default=0)
     rows = []
     for context in contexts:
         right = dict.fromkeys(["dense", *variants], 0)
         ratios = {"dense": (1.0, 1.0)}
+        exact = DKVConfig(window=context + needle.longest(tokenizer))
         for trial in range(trials):
-            first = max((config.sink_tokens for config in variants.values()), default=0)
+            label = f"{context:,} tokens, trial {trial + 1} of {trials}: "
             hay = needle.bury(tokenizer, context, seed=seed * 1_000_003 + trial, first=first, last=WINDOW + 255)
-            model.set_attn_implementation(own_attention)
-            dense = needle.dense_cache(model)
-            advance(f"{context:,} tokens, trial {trial + 1} of {trials}: prefill")
-            needle.feed(model, hay.ids, dense)
-            advance(f"{context:,} tokens, trial {trial + 1} of {trials}: dense")
-            right["dense"] += needle.ask(model, tokenizer, copy.deepcopy(dense), hay.code).right
+            attach(model, exact)
+            whole = DKVCache(model, exact)
+            advance(label + "prefill")
+            needle.feed(model, hay.ids, whole, chunk=context)
+            advance(label + "dense")
+            right["dense"] += needle.ask(model, tokenizer, copy.deepcopy(whole), hay.code).right
             for name, config in variants.items():
-                advance(f"{context:,} tokens, trial {trial + 1} of {trials}: {name}")
-                config = dataclasses.replace(_following_dtype(config, model), window=WINDOW)
-                attach(model, config)
-                cache = DKVCache(model, config)
-                for index, layer in enumerate(dense.layers):
-                    cache.update(layer.keys, layer.values, index)
+                advance(label + name)
+                cache = _reconfigured(whole, dataclasses.replace(_following_dtype(config, model), window=WINDOW))
+                cache.compress()
                 ratios[name] = (
                     cache.compressed_dense_nbytes / cache.compressed_nbytes if cache.compressed_nbytes else 1.0,
                     cache.dense_nbytes / cache.nbytes,
@@ -84,8 +82,17 @@ def run(
                     "whole_cache_ratio": round(whole, 3),
                 }
             )
-    model.set_attn_implementation(own_attention)
+    detach(model)
     return rows
+
+
+def _reconfigured(cache: Any, config: DKVConfig) -> Any:
+    """A copy of a cache in which nothing is compressed yet, with another configuration."""
+    twin = copy.deepcopy(cache)
+    twin.config = config
+    for layer in twin.dkv_layers:
+        layer.config = config
+    return twin
 
 
 def _following_dtype(config: DKVConfig, model: Any) -> DKVConfig:

@@ -27,16 +27,15 @@ def demo(
     block_size: _common.BlockSizeOption = 256,
     num_residuals: _common.ResidualsOption = None,
     top_k: Annotated[int, typer.Option(help="Blocks that a decode step of the routed row attends.")] = 4,
-    window: Annotated[int, typer.Option(help="Newest tokens that stay exact when the question comes.")] = 256,
+    window: Annotated[int, typer.Option(help="Newest tokens that stay exact, at least.")] = 256,
     route: Annotated[bool, typer.Option(help="Also run with routing.")] = True,
     json_file: _common.JsonOption = None,
 ) -> None:
     """Bury a passcode in a long text, compress the cache, then ask for it."""
     config = _common.make_config(
-        rank=rank, block_size=block_size, num_residuals=num_residuals, top_k=_common.at_least("--top-k", top_k, 1)
+        rank=rank, block_size=block_size, num_residuals=num_residuals, top_k=top_k, window=window
     )
     _common.at_least("--tokens", tokens, 1)
-    _common.at_least("--window", window, 1)
     _common.check_writable(json_file)
     language_model, tokenizer = _common.load_model(model, dtype, device)
     from dkv.benches import demo as bench
@@ -52,7 +51,7 @@ def demo(
         "Each cache reads it all; the DKV caches are compressed before the question comes."
     )
     with _Bars(len(hay.ids)) as advance:
-        rows = bench.run(language_model, tokenizer, hay, config, top_k if route else None, window, advance=advance)
+        rows = bench.run(language_model, tokenizer, hay, config, top_k if route else None, advance=advance)
     out.print(_table(rows))
     out.print(
         f"Peak memory: {rows[0].peak_meaning}. DKV keeps the first {config.sink_tokens} and the newest {window} to "
