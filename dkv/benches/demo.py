@@ -38,6 +38,8 @@ def run(
 ) -> list[Row]:
     """Prefill, compress, ask: dense attention, DKV over every block, DKV over ``top_k`` blocks a step.
 
+    Routing concerns decode steps alone, so both DKV rows ask copies of one prefilled cache.
+
     Parameters
     ----------
     model, tokenizer
@@ -63,21 +65,25 @@ def run(
     gc.collect()
 
     num_blocks = -(-len(hay.ids) // config.block_size)
-    settings = [("DKV, all blocks", dataclasses.replace(config, top_k=max(num_blocks, config.top_k)))]
+    every = dataclasses.replace(config, top_k=max(num_blocks, config.top_k))
+    settings = {"DKV, all blocks": every}
     if top_k is not None:
-        settings.append((f"DKV, top {top_k} blocks", dataclasses.replace(config, top_k=top_k)))
-    for variant, each in settings:
-        attach(model, each)
-        with peak.watch(model.device) as memory:
-            cache = DKVCache(model, each)
-            prefill = needle.feed(model, hay.ids, cache, chunk, lambda count, label=variant: advance(label, count))
-            cache.compress()
-            kv_bytes, dense_bytes = cache.nbytes, cache.dense_nbytes
-            closed, closed_dense = cache.compressed_nbytes, cache.compressed_dense_nbytes
-            answer = needle.ask(model, tokenizer, cache, hay.code)
-        part = closed_dense / closed if closed else None
-        rows.append(_row(variant, answer, kv_bytes, dense_bytes / kv_bytes, part, memory, prefill))
-        del cache
+        settings[f"DKV, top {top_k} blocks"] = dataclasses.replace(config, top_k=top_k)
+    attach(model, every)
+    with peak.watch(model.device) as memory:
+        cache = DKVCache(model, every)
+        prefill = needle.feed(model, hay.ids, cache, chunk, lambda count: advance("DKV", count))
+        cache.compress()
+    closed, closed_dense = cache.compressed_nbytes, cache.compressed_dense_nbytes
+    part = closed_dense / closed if closed else None
+    for variant, each in settings.items():
+        twin = needle.reconfigured(cache, each)
+        kv_bytes, ratio = twin.nbytes, twin.dense_nbytes / twin.nbytes
+        with peak.watch(model.device) as asked:
+            answer = needle.ask(model, tokenizer, twin, hay.code)
+        asked.nbytes = max(asked.nbytes, memory.nbytes)
+        rows.append(_row(variant, answer, kv_bytes, ratio, part, asked, prefill))
+        del twin
         gc.collect()
     detach(model)
     return rows
@@ -97,6 +103,8 @@ def sentence(rows: list[Row], code: str) -> str:
             f"The model itself does not find the passcode {code} with its full cache, so this run says nothing about "
             "compression; try another --seed or a larger model."
         )
+    if smallest.compressed_ratio is None:
+        return "Nothing was compressed: the text is no longer than what DKV keeps exact. Try more --tokens."
     wrong = [row.variant for row in compressed if not row.right]
     if not wrong:
         return f"The cache was compressed before the question came, and still knew the passcode {code}: {sizes}."

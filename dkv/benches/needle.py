@@ -5,6 +5,7 @@ Compress first, ask second: a question that is part of the prompt is answered fr
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -159,6 +160,15 @@ def ask(model: Any, tokenizer: Any, cache: Any, code: str, tokens: int = ANSWER_
     seconds = time.perf_counter() - start
     text = tokenizer.decode(made, skip_special_tokens=True)
     return Answer(" ".join(text.split()), code in text, tokens, seconds)
+
+
+def reconfigured(cache: Any, config: Any) -> Any:
+    """A copy of a ``DKVCache`` with another configuration. The block format may differ while no block is closed."""
+    twin = copy.deepcopy(cache)
+    twin.config = config
+    for layer in twin.dkv_layers:
+        layer.config = config
+    return twin
 
 
 def dense_cache(model: Any) -> Any:

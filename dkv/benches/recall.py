@@ -63,7 +63,7 @@ def run(
             right["dense"] += needle.ask(model, tokenizer, copy.deepcopy(whole), hay.code).right
             for name, config in variants.items():
                 advance(label + name)
-                cache = _reconfigured(whole, dataclasses.replace(_following_dtype(config, model), window=WINDOW))
+                cache = needle.reconfigured(whole, dataclasses.replace(_following_dtype(config, model), window=WINDOW))
                 cache.compress()
                 ratios[name] = (
                     cache.compressed_dense_nbytes / cache.compressed_nbytes if cache.compressed_nbytes else 1.0,
@@ -84,15 +84,6 @@ def run(
             )
     detach(model)
     return rows
-
-
-def _reconfigured(cache: Any, config: DKVConfig) -> Any:
-    """A copy of a cache in which nothing is compressed yet, with another configuration."""
-    twin = copy.deepcopy(cache)
-    twin.config = config
-    for layer in twin.dkv_layers:
-        layer.config = config
-    return twin
 
 
 def _following_dtype(config: DKVConfig, model: Any) -> DKVConfig:

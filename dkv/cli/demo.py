@@ -48,14 +48,14 @@ def demo(
         raise CliError(f"--tokens: {error}") from error
     out.print(
         f"{model}: {len(hay.ids):,} tokens of prose, the passcode {hay.code} buried at token {hay.position:,}. "
-        "Each cache reads it all; the DKV caches are compressed before the question comes."
+        "Each cache reads it all; the DKV cache is compressed before the question comes."
     )
     with _Bars(len(hay.ids)) as advance:
         rows = bench.run(language_model, tokenizer, hay, config, top_k if route else None, advance=advance)
     out.print(_table(rows))
     out.print(
         f"Peak memory: {rows[0].peak_meaning}. DKV keeps the first {config.sink_tokens} and the newest {window} to "
-        f"{window + block_size - 1} tokens exact. Prefill attends every compressed block in every row."
+        f"{window + block_size - 1} tokens exact; both DKV columns ask copies of one prefilled cache."
     )
     out.print(bench.sentence(rows, hay.code))
     _common.write_json(
