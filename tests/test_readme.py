@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 def test_python_blocks_run(capsys):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
