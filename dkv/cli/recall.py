@@ -15,7 +15,7 @@ def recall(
     model: _common.ModelOption = "smollm2-135m",
     contexts: Annotated[str, typer.Option(help="Text lengths in tokens, with commas.")] = "1024,2048,4096",
     trials: Annotated[int, typer.Option(help="Passcodes per text length.")] = 5,
-    dtype: _common.DtypeOption = "float32",
+    dtype: _common.DtypeOption = "bfloat16",
     device: _common.DeviceOption = "cpu",
     seed: _common.SeedOption = 0,
     json_file: _common.JsonOption = None,
