@@ -124,14 +124,14 @@ def _adds_bos(tokenizer: Any) -> bool:
 def step(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Run ``ids [B, Sq]`` through the model on top of ``cache``; logits ``[B, vocab]`` of the last token."""
     with torch.inference_mode():
-        output = model(ids, **{_cache_argument(type(model)): cache}, use_cache=True, logits_to_keep=1)
+        output = model(ids, **{_cache_argument(type(model).forward): cache}, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1]
 
 
 @functools.cache
-def _cache_argument(model_class: type) -> str:
+def _cache_argument(forward: Callable[..., Any]) -> str:
     """transformers 5.24 renamed ``past_key_values`` to ``cache``."""
-    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def feed(

@@ -71,7 +71,7 @@ def run(
                 )
                 right[name] += needle.ask(model, tokenizer, cache, hay.code).right
         for name, count in right.items():
-            ratio, whole = ratios.get(name, (1.0, 1.0))
+            ratio, whole_ratio = ratios.get(name, (1.0, 1.0))
             rows.append(
                 {
                     "context": context,
@@ -79,7 +79,7 @@ def run(
                     "right": int(count),
                     "trials": trials,
                     "ratio": round(ratio, 3),
-                    "whole_cache_ratio": round(whole, 3),
+                    "whole_cache_ratio": round(whole_ratio, 3),
                 }
             )
     detach(model)
