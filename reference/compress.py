@@ -94,7 +94,7 @@ def _compress_block(k: np.ndarray, v: np.ndarray, fmt: Any, keep: str, weight: n
     u = u * norm
     u[0] = 0.0
     basis_k = basis[:, : H * D].reshape(rank, H, D).swapaxes(0, 1)
-    basis_v = None if fmt.keeps_every_row else basis[:, H * D :].reshape(rank, H, -1).swapaxes(0, 1)
+    basis_v = None if fmt.keeps_every_row else basis[:, H * D :].reshape(rank, H, v.shape[2]).swapaxes(0, 1)
 
     if fmt.keeps_every_row:
         indices = np.arange(1, S)
@@ -118,7 +118,7 @@ def _compress_block(k: np.ndarray, v: np.ndarray, fmt: Any, keep: str, weight: n
 
 def _by_token(x: np.ndarray) -> np.ndarray:
     """``[H, S, D]`` to ``[S, H * D]``."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+    return x.swapaxes(0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2])
 
 
 def value_gain(dk: np.ndarray, dv: np.ndarray) -> float:

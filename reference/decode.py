@@ -122,7 +122,7 @@ def lowrank_state(
         a_k, a_v = widen(blocks.anchor_k[b, chosen, h]), widen(blocks.anchor_v[b, chosen, h])  # [w, D], [w, Dv]
         logits = lowrank_logits(q[b, h], a_k, basis_k[b, chosen, h], coefficients)  # [G, Sq, w, S]
         logits = scaled(logits, q.shape[-1], sm_scale, softcap)
-        weight, lse[b, h] = softmax(logits.reshape(*logits.shape[:2], -1), rows.reshape(-1))
+        weight, lse[b, h] = softmax(logits.reshape(*logits.shape[:2], rows.size), rows.ravel())
         weight = weight.reshape(logits.shape)
         out[b, h] = weight.sum(axis=3) @ a_v
         if basis_v is not None:
@@ -185,7 +185,7 @@ def attend_rows(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, sm_scale: float | None, softcap: float | None
 ) -> State:
     """State of ``q [G, Sq, D]`` over the rows that ``visible [Sq, n]`` shows it."""
-    seen = visible.any(axis=0)[:, None]
+    seen = visible.any(axis=0, keepdims=True).T  # [n, 1]
     k, v = np.where(seen, k, 0.0), np.where(seen, v, 0.0)
     weight, lse = softmax(scaled(q @ k.T, q.shape[-1], sm_scale, softcap), visible)
     return weight @ v, lse
@@ -197,7 +197,7 @@ def with_sink(out: np.ndarray, lse: np.ndarray, sink: np.ndarray) -> State:
     return out * np.exp(lse - np.where(np.isneginf(total), 0.0, total))[..., None], total
 
 
-def softmax(logits: np.ndarray, visible: np.ndarray) -> State:
+def softmax(logits: np.ndarray, visible: np.ndarray | bool) -> State:
     """Weights over the last axis and their log-sum-exp; zeros and ``-inf`` where nothing is visible."""
     logits = np.where(visible, logits, -np.inf)
     top = logits.max(axis=-1, keepdims=True, initial=-np.inf)

@@ -67,8 +67,8 @@ def prefill_attention(
             out[b, h, :, block], lse[b, h, :, block] = attend_rows(
                 query[b, h, :, block], keys, values, visible, sm_scale, softcap
             )
-    out, lse = out.reshape(B, Hq, Sq, -1), lse.reshape(B, Hq, Sq)
-    return finish((out, lse) if sink is None else with_sink(out, lse, sink), q)
+    state = out.reshape(B, Hq, Sq, v.shape[3]), lse.reshape(B, Hq, Sq)
+    return finish(state if sink is None else with_sink(*state, sink), q)
 
 
 def select_key_blocks(
@@ -123,8 +123,7 @@ def select_key_blocks(
             candidates = last // block_size + 1
             window_start = max(0, first - prefill_window) // block_size
             mandatory = np.union1d(0, np.arange(window_start, candidates))
-            unseeing = max(0, -first)  # queries before the first key
-            mean_q = query_means(query[b, h, :, start:stop], unseeing)  # [G, n, D]
+            mean_q = query_means(query[b, h, :, start:stop])  # [G, n, D]
             p = candidate_probabilities(mean_q, mean_k[ends <= last], owner[ends <= last], candidates, sm_scale)
             others = np.setdiff1d(np.arange(candidates), mandatory)
             best = others[np.argsort(-p[others], kind="stable")][: max(0, top_k - len(mandatory))]
@@ -152,15 +151,15 @@ def key_means(k: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray, n
     starts = [j + s for j in range(0, len(k), block_size) for s in range(0, block_size, KEY_GROUP)]
     stops = [min(start + KEY_GROUP, start - start % block_size + block_size) for start in starts]
     groups = [(start, stop) for start, stop in zip(starts, stops, strict=True) if stop <= len(k)]
-    means = np.array([k[start:stop].mean(axis=0) for start, stop in groups]).reshape(-1, k.shape[1])
+    means = np.array([k[start:stop].mean(axis=0) for start, stop in groups]).reshape(len(groups), k.shape[1])
     ends = np.array([stop - 1 for _, stop in groups], np.int64)
     return means, ends, ends // block_size
 
 
-def query_means(q: np.ndarray, unseeing: int) -> np.ndarray:
-    """Means of up to 16 consecutive queries of ``q [G, n, D]``, the first ``unseeing`` queries left out."""
-    groups = [q[:, max(start, unseeing) : start + QUERY_GROUP] for start in range(0, q.shape[1], QUERY_GROUP)]
-    return np.stack([group.mean(axis=1) for group in groups if group.shape[1]], axis=1)
+def query_means(q: np.ndarray) -> np.ndarray:
+    """Means of up to 16 consecutive queries of ``q [G, n, D]``."""
+    starts = range(0, q.shape[1], QUERY_GROUP)
+    return np.stack([q[:, start : start + QUERY_GROUP].mean(axis=1) for start in starts], axis=1)
 
 
 def candidate_probabilities(
@@ -175,4 +174,4 @@ def candidate_probabilities(
     for j in range(candidates):
         best[..., j] = logits[..., owner == j].max(axis=-1, initial=-np.inf)
     best = np.where(np.isnan(best), -np.inf, best)
-    return softmax(best, np.True_)[0].mean(axis=(0, 1))
+    return softmax(best, True)[0].mean(axis=(0, 1))

@@ -42,9 +42,9 @@ def route_blocks(
         Ascending block indices, then -1.
     """
     B, Hq = q.shape[:2]
-    Hkv = blocks.anchor_k.shape[2]
+    N, Hkv = blocks.anchor_k.shape[1:3]
     share_of_mass = block_probabilities(route_scores(q, blocks, router, sm_scale))  # [B, Hq, Sq, N]
-    p = share_of_mass.mean(axis=2).reshape(B, Hkv, Hq // Hkv, -1).mean(axis=2)  # [B, Hkv, N]
+    p = (share_of_mass.sum(axis=2) / max(q.shape[2], 1)).reshape(B, Hkv, Hq // Hkv, N).mean(axis=2)  # [B, Hkv, N]
     if share == "all":
         p = np.repeat(p.mean(axis=1, keepdims=True), Hkv, axis=1)
     return select_blocks(p, valid_blocks(blocks), top_k, sink_blocks, recent_blocks)
@@ -79,8 +79,8 @@ def route_scores(q: np.ndarray, blocks: Any, router: str, sm_scale: float | None
         else:
             logits = lowrank_logits(query, a_k, basis_k[b, n, h], u[b, n])  # [G, Sq, n, S]
             if not blocks.format.keeps_every_row:
-                logits[..., kept[b, n]] = at_residuals.reshape(*logits.shape[:2], -1)
-            scores[b, h][..., n] = softmax(scaled(logits, D, sm_scale), np.True_)[1]
+                logits[..., kept[b, n]] = at_residuals.reshape(*logits.shape[:2], kept[b, n].sum())
+            scores[b, h][..., n] = softmax(scaled(logits, D, sm_scale), True)[1]
     return np.where(np.isnan(scores), -np.inf, scores).reshape(B, Hq, Sq, N)
 
 
@@ -88,7 +88,7 @@ def block_probabilities(scores: np.ndarray) -> np.ndarray:
     """Softmax over the last axis: zeros where all are ``-inf``, equal shares for the ``+inf`` where there are any."""
     infinite = np.isposinf(scores)
     scores = np.where(infinite.any(axis=-1, keepdims=True), np.where(infinite, 0.0, -np.inf), scores)
-    return softmax(scores, np.True_)[0]
+    return softmax(scores, True)[0]
 
 
 def select_blocks(

@@ -1,0 +1,51 @@
+"""Bytes by formula against the bytes of real arrays, and the numbers that are promised."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from reference_dense import DTYPES, Case, cases, compressed
+
+from dkv.config import DKVConfig
+from dkv.reference import accounting
+from dkv.types import BlockFormat, CompressedBlocks
+
+
+@given(cases())
+def test_the_formula_counts_every_array(case: Case) -> None:
+    """Reported bytes differed from stored bytes (VeloxQuant-MLX#378, #27, kvpress#13)."""
+    blocks = case.blocks()
+    itemsize = np.dtype(DTYPES[case.dtype]).itemsize
+    want = accounting.block_nbytes(case.fmt, case.H, case.D, case.Dv, itemsize)
+    got = {name: part.nbytes for name, part in blocks.parts() if part.nbytes}
+    count = case.B * case.N
+    assert got == {name: count * nbytes for name, nbytes in want.items() if count}
+    assert blocks.nbytes == count * sum(want.values())
+    assert blocks.dense_nbytes == count * case.fmt.block_size * case.H * (case.D + case.Dv) * itemsize
+
+
+def real_blocks(fmt: BlockFormat, keep: str = "distinct") -> CompressedBlocks:
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((1, 2, 256, 128)).astype(np.float16) for _ in "kv")
+    return compressed(k, v, fmt, keep)
+
+
+@pytest.mark.parametrize(("num_residuals", "nbytes", "ratio"), [(128, 182_216, 1.44), (64, 116_680, 2.25)])
+def test_the_published_layout_takes_its_published_bytes(num_residuals: int, nbytes: int, ratio: float) -> None:
+    config = DKVConfig.paper(num_residuals)
+    blocks = real_blocks(config.block_format, config.keep)
+    assert accounting.published_nbytes(blocks) == nbytes
+    assert blocks.dense_nbytes / nbytes == pytest.approx(ratio, abs=0.005)
+
+
+def test_the_compact_format_takes_at_most_45_000_bytes_at_64_residuals() -> None:
+    blocks = real_blocks(DKVConfig(num_residuals=64).block_format)
+    assert blocks.nbytes == 44_376
+    assert blocks.dense_nbytes / blocks.nbytes > 5.8
+
+
+def test_the_default_takes_a_third() -> None:
+    blocks = real_blocks(DKVConfig().block_format)
+    assert blocks.nbytes == 89_739
+    assert blocks.dense_nbytes / blocks.nbytes == pytest.approx(2.92, abs=0.01)
