@@ -85,7 +85,7 @@ def test_selection_is_a_stable_sort(
     for b, h in np.ndindex(3, 2):
         count = int(counts[b])
         first, last = range(min(sink_blocks, count)), range(max(0, count - recent_blocks), count)
-        rank = {j: 0.0 if np.isnan(p[b, h, j]) else 1.0 + float(p[b, h, j]) for j in range(count)}
+        rank = {j: -1.0 if np.isnan(p[b, h, j]) else float(p[b, h, j]) for j in range(count)}
         order = sorted(range(count), key=lambda j: (j not in first and j not in last, -rank[j], j))  # noqa: B023
         want = sorted(order[:top_k])
         assert got[b, h].tolist() == want + [-1] * (got.shape[2] - len(want))
