@@ -187,7 +187,10 @@ def _store_rows(name: str, rows: Tensor, bits: int, anchor: Tensor | None) -> di
 
 
 def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
-    """Rebuild ``k [B, H, N * S, D]`` and ``v [B, H, N * S, Dv]`` in the cache's dtype. For inspection, never on a hot path."""
+    """Rebuild ``k [B, H, N * S, D]`` and ``v [B, H, N * S, Dv]`` in the cache's dtype. For inspection, never on a hot path.
+
+    Blocks beyond ``block_counts`` come back as zeros.
+    """
     size = blocks.block_size
     u = blocks.u.double() * blocks.u_unit.double()[:, :, None, None]  # [B, N, S, r]
     if blocks.u_scale is not None:
@@ -200,9 +203,15 @@ def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
     k, v = _saturated(k, dtype), _saturated(v, blocks.anchor_v.dtype)
     k[:, :, :, 0], v[:, :, :, 0] = blocks.anchor_k, blocks.anchor_v
     rows_k, rows_v = residual_rows(blocks)
-    where = blocks.residual_indices.long()[:, :, None, :, None]
+    where = blocks.residual_indices.long()
+    if blocks.block_counts is not None:
+        beyond = torch.arange(blocks.num_blocks, device=k.device) >= blocks.block_counts[:, None]  # [B, N]
+        where = where.masked_fill(beyond[:, :, None], 0)
+    where = where[:, :, None, :, None]
     k.scatter_(3, where.expand_as(rows_k), _saturated(rows_k, dtype))
     v.scatter_(3, where.expand_as(rows_v), _saturated(rows_v, blocks.anchor_v.dtype))
+    if blocks.block_counts is not None:
+        k, v = (x.masked_fill(beyond[:, :, None, None, None], 0) for x in (k, v))
     # [B, N, H, S, D] -> [B, H, N * S, D]
     return k.transpose(1, 2).flatten(2, 3), v.transpose(1, 2).flatten(2, 3)
 

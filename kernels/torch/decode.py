@@ -45,6 +45,13 @@ def softmax_weights(logits: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tens
     return weight / torch.where(total > 0, total, 1.0), lse
 
 
+def empty_state(q: Tensor, dim_v: int, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """State of ``q [B, Hq, Sq, D]`` over no rows."""
+    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    lse = lse if sink is None else sink.float().view(1, -1, 1).expand_as(lse).clone()
+    return q.new_zeros(*q.shape[:3], dim_v), lse
+
+
 def lowrank_attention(
     q: Tensor, blocks: CompressedBlocks, block_indices: Tensor, sm_scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -79,8 +86,12 @@ def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):  # noqa: A
 
 def distinct_slots(block_indices: Tensor, blocks: CompressedBlocks) -> Tensor:
     """Indices as a set: ascending, with -1 for repeats and for what names no valid block."""
-    limit = blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1)
-    order = block_indices.sort(dim=-1).values
+    return distinct(block_indices, blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1))
+
+
+def distinct(indices: Tensor, limit: int | Tensor) -> Tensor:
+    """Indices along the last axis as a set: ascending, with -1 for repeats and for what is not below ``limit``."""
+    order = indices.sort(dim=-1).values
     repeated = torch.nn.functional.pad(order[..., 1:] == order[..., :-1], (1, 0))
     return torch.where(repeated | (order >= limit) | (order < 0), -1, order)
 
@@ -107,6 +118,8 @@ def residual_mask(blocks: CompressedBlocks, chosen: Selected) -> Tensor:
     """True at the positions of residual rows, ``[B, H, W, S]``."""
     where = chosen.shared("residual_indices").long()
     mask = torch.zeros(*where.shape[:3], blocks.block_size, dtype=torch.bool, device=where.device)
+    # what lies beyond block_counts may hold positions that no block has
+    where = torch.where(chosen.valid[:, : where.shape[1], :, None], where, 0)
     return mask.scatter_(3, where, True)
 
 
@@ -205,20 +218,21 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """Query ``[b, i]`` sees the keys ``first[b, i] .. last[b, i]``; every key where both are None.
 
-    ``clean=False`` says that rows beyond the largest ``last`` may hold NaN and must not be multiplied in.
+    ``clean=False`` says that rows beyond the largest ``last`` may hold NaN and must not be multiplied in; rows before
+    the smallest ``first`` always may.
     """
     batch, heads, length, _ = q.shape
     heads_kv, keys = k.shape[1], k.shape[2]
     wide = accumulation_dtype(q.dtype)
     group = heads // heads_kv
     if keys == 0 or batch == 0 or length == 0:
-        out = q.new_zeros(batch, heads, length, v.shape[-1])
-        lse = torch.full((batch, heads, length), -torch.inf, device=q.device)
-        return out, lse if sink is None else sink.float().view(1, -1, 1).expand_as(lse).clone()
+        return empty_state(q, v.shape[-1], sink)
     k, v = k.to(wide), v.to(wide)
     slots = torch.arange(keys, device=q.device)
     if not clean and last is not None:
         v = torch.where((slots <= last.amax(1)[:, None])[:, None, :, None], v, 0.0)
+    if first is not None:
+        v = torch.where((slots >= first.amin(1)[:, None])[:, None, :, None], v, 0.0)
     step = max(1, WORKSPACE_BYTES // max(1, 8 * batch * heads * keys))
     outs, lses = [], []
     for i in range(0, length, step):

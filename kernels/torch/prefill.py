@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .decode import WORKSPACE_BYTES, accumulation_dtype, capped, softmax_weights
+from .decode import WORKSPACE_BYTES, accumulation_dtype, capped, distinct, empty_state, softmax_weights
 
 KEY_SUB_BLOCK = 32
 QUERY_SUB_BLOCK = 16
@@ -31,31 +31,40 @@ def select_key_blocks(
     count, query_blocks = -(-keys // block_size), -(-length // prefill_block)
     starts = torch.arange(query_blocks, device=q.device) * prefill_block + keys - length
     ends = torch.clamp(starts + prefill_block - 1, max=keys - 1)  # last visible key of each query block
+    if batch == 0 or length == 0 or keys == 0:
+        width = _width(count, block_size, prefill_block, top_k, prefill_window)
+        return torch.full((batch, heads_kv, query_blocks, width), -1, dtype=torch.int32, device=q.device)
     # a block's own sub-blocks and a query block's own sub-blocks: both are padded apart, never across a border
     key_means = [_sub_means(part.to(wide), KEY_SUB_BLOCK) for part in k.split(block_size, dim=2)]
     widest = key_means[0].shape[2]
     key_means = torch.stack([_repeat_last(m, widest) for m in key_means], dim=2)  # [B, Hkv, N, s, D]
+    stops = (torch.arange(1, widest + 1, device=q.device) * KEY_SUB_BLOCK).clamp(max=block_size)
+    stops = stops + torch.arange(count, device=q.device)[:, None] * block_size  # [N, s]
     query_means = [_sub_means(part.to(wide), QUERY_SUB_BLOCK) for part in q.split(prefill_block, dim=2)]
     score = []
     for index, means in enumerate(query_means):
         means = means.reshape(batch, heads_kv, -1, dim)  # [B, Hkv, G * t, D]
-        logits = (means @ key_means.flatten(2, 3).mT * sm_scale).unflatten(-1, (count, widest)).amax(-1)
-        past = torch.arange(count, device=q.device) * block_size <= ends[index]
-        score.append(torch.where(past, logits, -torch.inf).softmax(-1).mean(2))
+        logits = (means @ key_means.flatten(2, 3).mT * sm_scale).unflatten(-1, (count, widest))
+        # a sub-block that reaches beyond the last query would let later keys decide
+        best = torch.where(stops <= ends[index] + 1, logits, -torch.inf).amax(-1)
+        score.append(softmax_weights(torch.where(best.isnan(), -torch.inf, best), (3,))[0].mean(2))
     scores = torch.stack(score, dim=2)  # [B, Hkv, n, N]
     slots = torch.arange(count, device=q.device)
     candidate = slots * block_size <= ends[:, None]
     near = (slots + 1) * block_size > (starts - prefill_window)[:, None]
     pinned = candidate & (near | (slots == 0))
-    # the first block, and every block that a window and a query block can touch
-    window_blocks = (prefill_window + prefill_block + block_size - 2) // block_size + 1
-    width = min(count, max(top_k, 1 + window_blocks))
+    width = _width(count, block_size, prefill_block, top_k, prefill_window)
     room = torch.maximum(pinned.sum(-1), torch.tensor(top_k, device=q.device))[:, None]  # pinned blocks are never dropped
-    key = torch.where(pinned, torch.inf, torch.where(candidate, scores.nan_to_num(-1.0), -2.0))
+    key = torch.where(pinned, torch.inf, torch.where(candidate, scores, -1.0))
     order = key.sort(dim=-1, descending=True, stable=True).indices[..., :width]
     usable = (order * block_size <= ends[:, None]) & (torch.arange(width, device=q.device) < room)
     chosen = torch.where(usable, order, count).sort(dim=-1).values
     return torch.where(chosen < count, chosen, -1).int()
+
+
+def _width(count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int) -> int:
+    """Room for ``top_k``, or for the first block and every block that a window and a query block can touch."""
+    return min(count, max(top_k, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))
 
 
 def _repeat_last(x: Tensor, rows: int) -> Tensor:
@@ -79,6 +88,9 @@ def prefill_attention(
     heads_kv, keys, dim_v = k.shape[1], k.shape[2], v.shape[-1]
     group, wide = heads // heads_kv, accumulation_dtype(q.dtype)
     query_blocks, width = block_indices.shape[2:]
+    if batch == 0 or length == 0 or keys == 0 or width == 0:
+        return empty_state(q, dim_v, sink)
+    block_indices = distinct(block_indices, -(-keys // block_size))
     pad_q, pad_k = -length % prefill_block, -keys % block_size
     # [B, Hkv, n, G, s, D]
     grouped = torch.nn.functional.pad(q, (0, 0, 0, pad_q)).unflatten(2, (query_blocks, prefill_block))
@@ -102,6 +114,7 @@ def prefill_attention(
         used = (chosen >= 0)[..., None].expand(*chosen.shape, block_size).flatten(3)
         seen = used[..., None, None, :] & (slot[..., None, None, :] <= position[:, None, :, None])
         seen = seen & (slot < keys)[..., None, None, :]
+        part_v = torch.where(used[..., None], part_v, 0.0)  # unused slots point at a block that was not selected
         logits = torch.where(seen, logits, -torch.inf)
         if sink is not None:
             extra = sink.to(wide).view(1, heads_kv, 1, group, 1, 1).expand(*logits.shape[:5], 1)

@@ -55,7 +55,8 @@ def select_blocks(score: Tensor, counts: Tensor, top_k: int, sink_blocks: int, r
     valid = slots < counts
     pinned = valid & ((slots < sink_blocks) | (slots >= counts - recent_blocks))
     key = torch.where(score.isnan(), -torch.inf, score)
-    key = torch.where(pinned, torch.inf, torch.where(valid, key.clamp(min=-1.0), -2.0))
+    key = key.clamp(-1.0, torch.finfo(key.dtype).max)  # below the pinned ones, above what is not valid
+    key = torch.where(pinned, torch.inf, torch.where(valid, key, -2.0))
     order = key.sort(dim=-1, descending=True, stable=True).indices[..., : min(top_k, total)]
     chosen = torch.where(order < counts, order, total).sort(dim=-1).values
     return torch.where(chosen < total, chosen, -1).int()

@@ -1,0 +1,146 @@
+"""What hypothesis draws: shapes, lengths, formats, edge switches and a seed, never the numbers themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import dkv
+from dkv import testing
+from dkv._dispatch import BACKENDS as KNOWN
+from dkv.types import BlockFormat, CompressedBlocks
+
+BACKENDS = [name for name, reason in dkv.available_backends().items() if reason is None and name != "reference"]
+ALL_BACKENDS = ["reference", *BACKENDS]
+SMALL_DIMS = (3, 5, 8, 17, 24)
+LARGE_DIMS = (64, 72, 80, 96, 128, 192)
+
+
+def library(backend: str) -> str:
+    return KNOWN[backend][0]
+
+
+def call(backend: str, op: str, *arguments: Any, **options: Any) -> Any:
+    """A public op on NumPy arguments by a backend; the result in NumPy."""
+    arguments = testing.to_library(arguments, library(backend))
+    options = {
+        name: testing.to_library(x, library(backend)) if isinstance(x, np.ndarray) else x for name, x in options.items()
+    }
+    return testing.to_numpy(getattr(dkv, op)(*arguments, backend=backend, **options))
+
+
+@dataclasses.dataclass
+class Case:
+    """One call: what :func:`dkv.testing.make_inputs` takes, and what is ragged about it."""
+
+    seed: int
+    shape: dict[str, int]
+    dtype: str
+    fmt: BlockFormat
+    counts: list[int] | None
+    lengths: list[int] | None
+    width: int
+
+    @property
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed + 1)
+
+    def inputs(self, kind: str = "numpy") -> testing.Inputs:
+        """Inputs in which all that is not to be read holds garbage."""
+        made = testing.make_inputs(self.seed, **self.shape, dtype=self.dtype, config=self.fmt)
+        if self.counts is not None:
+            blocks = dataclasses.replace(made.blocks, block_counts=np.array(self.counts, np.int32))
+            beyond = np.arange(self.shape["num_blocks"]) >= blocks.block_counts[:, None]
+            made = made._replace(blocks=poisoned(blocks, beyond))
+        if self.lengths is not None:
+            beyond = np.arange(self.shape["window"]) >= np.array(self.lengths)[:, None]
+            for name in ("k_window", "v_window"):
+                rows = np.array(getattr(made, name))
+                rows.swapaxes(1, 2)[beyond] = np.nan
+                made = made._replace(**{name: rows})
+        return testing.to_library(made, kind)
+
+    def seq_lens(self) -> np.ndarray | None:
+        return None if self.lengths is None else np.array(self.lengths, np.int32)
+
+    def sink(self) -> np.ndarray:
+        return self.rng.standard_normal(self.shape["num_q_heads"]).astype(np.float32)
+
+    def indices(self) -> np.ndarray:
+        """Some blocks per kv head in any order, with repeats, -1 and, where counts are ragged, blocks beyond them."""
+        size = (self.shape["batch"], self.shape["num_kv_heads"], self.width)
+        return self.rng.integers(-1, max(self.shape["num_blocks"], 0), size, np.int32)
+
+
+def poisoned(blocks: CompressedBlocks, where: np.ndarray, positions: bool = True) -> CompressedBlocks:
+    """The blocks ``where [B, N]`` filled with NaN and the largest codes and, for blocks that are none, positions."""
+    filled = {}
+    for name, part in blocks.parts():
+        if part.ndim > 1 and (positions or name != "residual_indices"):
+            part = np.array(part)
+            part[where] = np.iinfo(part.dtype).max if part.dtype.kind in "iu" else np.nan
+        filled[name] = part
+    return dataclasses.replace(blocks, **filled)
+
+
+@st.composite
+def formats(draw: st.DrawFn, sizes: tuple[int, ...] = (16, 8, 11, 4, 16, 256), minmax: bool = False) -> BlockFormat:
+    size = draw(st.sampled_from(sizes))
+    return BlockFormat(
+        block_size=size,
+        rank=draw(st.sampled_from([3, 5, 1, 0, 128] if size < 256 else [6, 32])),
+        num_residuals=draw(st.sampled_from([size // 2, 3, 0, size - 1, 300, 1])),
+        factor_bits=draw(st.sampled_from([8, 16, 32])),
+        residual_bits=draw(st.sampled_from([4, 8, 16])),
+        minmax=minmax or draw(st.booleans()),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, minmax: bool = False, full: bool = True, min_batch: int = 0, min_blocks: int = 0) -> Case:
+    """No two axes of one size, edges often: empty batches, no blocks, windows of 1, 255, 256 and 257 rows.
+
+    ``full=False`` leaves out ragged counts and lengths.
+    """
+    fmt = draw(formats(minmax=minmax))
+    num_kv_heads, group = draw(st.sampled_from([2, 1, 3])), draw(st.sampled_from([2, 3, 1, 6, 7]))
+    wide = draw(st.integers(0, 4)) == 0
+    head_dim = draw(st.sampled_from(LARGE_DIMS if wide else SMALL_DIMS))
+    head_dim_v = draw(st.sampled_from([dim for dim in (LARGE_DIMS if wide else SMALL_DIMS) if dim != head_dim]))
+    batch = draw(st.sampled_from([b for b in (2, 3, 1, 2, 3, 0) if b >= min_batch]))
+    most = 2 if fmt.block_size == 256 else 5
+    num_blocks = draw(st.sampled_from([n for n in (2, most, 1, 4, 0) if min_blocks <= n <= most]))
+    window = draw(st.sampled_from([9, 13, 1, 0, 255, 256, 257]))
+    shape = {
+        "batch": batch,
+        "num_q_heads": num_kv_heads * group,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "num_blocks": num_blocks,
+        "window": window,
+        "q_len": draw(st.sampled_from([1, 2, 3, 1])),
+    }
+    seed = draw(st.integers(0, 2**31))
+    rng = np.random.default_rng(seed)
+    ragged = full and draw(st.booleans())
+    counts = rng.integers(0, num_blocks + 1, batch).tolist() if ragged else None
+    lengths = rng.integers(0, window + 1, batch).tolist() if full and draw(st.booleans()) else None
+    return Case(
+        seed=seed,
+        shape=shape,
+        dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
+        fmt=fmt,
+        counts=counts,
+        lengths=lengths,
+        width=draw(st.sampled_from([3, 1, 2, 0, 7])),
+    )
+
+
+more = settings(max_examples=4 * settings().max_examples)  # for the parity of an op
+softcaps = st.sampled_from([None, 2.0, 30.0])
+scales = st.sampled_from([None, 0.3])
