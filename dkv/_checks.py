@@ -37,7 +37,9 @@ def check_float(name: str, array: Any) -> None:
 
 def check_device(**arrays: Any) -> None:
     """Torch arrays of one call sit on one device."""
-    devices = {name: str(array.device) for name, array in arrays.items() if array is not None and hasattr(array, "device")}
+    devices = {
+        name: str(array.device) for name, array in arrays.items() if array is not None and hasattr(array, "device")
+    }
     if len(set(devices.values())) > 1:
         raise ValueError(f"arrays must be on one device, got {devices}")
 

@@ -153,7 +153,9 @@ def save_cache(cache: Any, path: str | os.PathLike[str]) -> None:
     for index, layer in enumerate(cache.layers):
         state = getattr(layer, "state", None)
         if state is None:
-            layers.append({"kind": type(layer).__name__, "seen": int(layer.get_seq_length()) if layer.is_initialized else 0})
+            layers.append(
+                {"kind": type(layer).__name__, "seen": int(layer.get_seq_length()) if layer.is_initialized else 0}
+            )
             held = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
         else:
             fields = ("offset", "tokens", "rows", "block_counts")
@@ -225,7 +227,11 @@ def _fill_state(state: Any, entry: dict[str, Any], parts: dict[str, Any], index:
         raise ValueError(f"{where} has {'no ' if not named else ''}blocks, its lengths say otherwise")
     if named:
         blocks = build_blocks(dataclasses.asdict(state.config.block_format), named)
-        if (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks) != (batch, parts["k_rows"].shape[1], max(counts)):
+        if (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks) != (
+            batch,
+            parts["k_rows"].shape[1],
+            max(counts),
+        ):
             raise ValueError(f"{where}: blocks do not fit its rows")
         state.blocks = blocks
     state.offset, state.tokens, state.rows, state.block_counts = offset, tokens, rows, counts

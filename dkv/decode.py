@@ -58,7 +58,7 @@ def residual_attention(
     return _blocks_op("residual_attention", q, blocks, block_indices, sm_scale, softcap, backend)
 
 
-def _blocks_op(name, q, blocks, block_indices, sm_scale, softcap, backend):  # noqa: ANN001, ANN202
+def _blocks_op(name, q, blocks, block_indices, sm_scale, softcap, backend):
     check.check_blocks(blocks)
     check.check_query(q, blocks)
     check.check_integers("block_indices", block_indices, "B Hkv W", B=blocks.batch_size, Hkv=blocks.num_kv_heads)
@@ -188,7 +188,9 @@ def decode_attention(
     if sink is not None:
         check.check_array("sink", sink, "Hq", Hq=q.shape[1])
     _check_scales(sm_scale, softcap)
-    chosen = resolve(backend, q=q, blocks=blocks.anchor_k, k_window=k_window, v_window=v_window, seq_lens=seq_lens, sink=sink)
+    chosen = resolve(
+        backend, q=q, blocks=blocks.anchor_k, k_window=k_window, v_window=v_window, seq_lens=seq_lens, sink=sink
+    )
     check.check_device(q=q, blocks=blocks.anchor_k, k_window=k_window, v_window=v_window, seq_lens=seq_lens, sink=sink)
     if block_indices is None:
         block_indices = route_blocks(

@@ -66,7 +66,7 @@ def residual_attention(
     return _over_pieces(_residual_piece, q, blocks, block_indices, sm_scale, softcap)
 
 
-def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):  # noqa: ANN001, ANN202
+def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):
     grouped = grouped_queries(q, blocks.num_kv_heads)
     batch, heads, rows, _ = grouped.shape
     width = block_indices.shape[2]
@@ -86,7 +86,9 @@ def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):  # noqa: A
 
 def distinct_slots(block_indices: Tensor, blocks: CompressedBlocks) -> Tensor:
     """Indices as a set: ascending, with -1 for repeats and for what names no valid block."""
-    return distinct(block_indices, blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1))
+    return distinct(
+        block_indices, blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1)
+    )
 
 
 def distinct(indices: Tensor, limit: int | Tensor) -> Tensor:

@@ -67,7 +67,11 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
     grouped = grouped_queries(q, blocks.num_kv_heads)
     batch, heads, rows, dim = grouped.shape
     score = {"lowrank": _lowrank, "minmax": _minmax, "residual": _residual}[router]
-    width = {"lowrank": blocks.block_size * (rows + dim), "minmax": rows + dim, "residual": blocks.num_residuals * (rows + dim)}
+    width = {
+        "lowrank": blocks.block_size * (rows + dim),
+        "minmax": rows + dim,
+        "residual": blocks.num_residuals * (rows + dim),
+    }
     step = max(1, WORKSPACE_BYTES // max(1, 8 * batch * heads * width[router]))
     pieces = []
     for i in range(0, blocks.num_blocks, step):
