@@ -135,20 +135,20 @@ class CompressedBlocks:
     residual_indices: Array
     residual_k: Array
     residual_v: Array
-    u_scale: Array | None = None
-    basis_k_scale: Array | None = None
-    basis_v: Array | None = None
-    basis_v_scale: Array | None = None
-    v_gain: Array | None = None
-    residual_k_scale: Array | None = None
-    residual_k_min: Array | None = None
-    residual_k_unit: Array | None = None
-    residual_v_scale: Array | None = None
-    residual_v_min: Array | None = None
-    residual_v_unit: Array | None = None
-    k_min: Array | None = None
-    k_max: Array | None = None
-    block_counts: Array | None = None
+    u_scale: Array = None
+    basis_k_scale: Array = None
+    basis_v: Array = None
+    basis_v_scale: Array = None
+    v_gain: Array = None
+    residual_k_scale: Array = None
+    residual_k_min: Array = None
+    residual_k_unit: Array = None
+    residual_v_scale: Array = None
+    residual_v_min: Array = None
+    residual_v_unit: Array = None
+    k_min: Array = None
+    k_max: Array = None
+    block_counts: Array = None
 
     def parts(self) -> Iterator[tuple[str, Array]]:
         """Name and array of every stored part. Whatever walks a cache walks this."""

@@ -157,7 +157,7 @@ class LayerCache:
         return route_blocks(q, self.blocks, top_k, config.router, config.share, scale, sinks, config.recent_blocks)
 
     def _append(self, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Store a chunk's real rows; returns the last row each query sees ``[B, n]``, None where plain causal is right."""
+        """Store a chunk's real rows; gives the last row a query sees ``[B, n]``, None where plain causal is right."""
         batch, length = k.shape[0], k.shape[2]
         if self.tokens and self.batch_size != batch:
             raise ValueError(f"k must have the cache's batch size {self.batch_size}, got {batch}")

@@ -199,7 +199,7 @@ def exact_attention(
     """Dense rows; bottom-right causal inside ``seq_lens``."""
     length, keys = q.shape[2], k.shape[2]
     ragged = seq_lens is not None
-    ends = seq_lens.long() if ragged else torch.full((q.shape[0],), keys, device=q.device)
+    ends = torch.full((q.shape[0],), keys, device=q.device) if seq_lens is None else seq_lens.long()
     position = ends[:, None] - length + torch.arange(length, device=q.device)  # [B, Sq]
     last = torch.minimum(position, ends[:, None] - 1) if causal else (ends[:, None] - 1).expand(-1, length)
     first = None if window is None else position - window + 1
