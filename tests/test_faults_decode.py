@@ -1,0 +1,226 @@
+"""Faults that users of other kernels met in decode attention. Each names its source."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from strategies import ALL_BACKENDS, BACKENDS, call, library, poisoned
+
+import dkv
+from dkv import testing
+from dkv._dispatch import op_module
+from dkv.types import BlockFormat, CompressedBlocks
+
+EXACT_ROWS = BlockFormat(16, 4, 15, 32, 16)
+
+
+def blocks_of(k: np.ndarray, v: np.ndarray, fmt: BlockFormat) -> CompressedBlocks:
+    return CompressedBlocks(format=fmt, **op_module("reference", "compress").compress_blocks(k, v, fmt))
+
+
+def every_block(blocks: CompressedBlocks) -> np.ndarray:
+    size = (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks)
+    return np.broadcast_to(np.arange(size[2], dtype=np.int32), size).copy()
+
+
+def dense64(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One query, every key, in float64 and nothing else."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    logits = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k) / math.sqrt(q.shape[-1])
+    top = logits.max(-1, keepdims=True)
+    weight = np.exp(logits - top)
+    total = weight.sum(-1, keepdims=True)
+    return weight / total @ v, (top + np.log(total))[..., 0]
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d01_sequences_of_length_zero(backend: str) -> None:
+    """flash-attention#2470, #1155: no keys crashed the host, or the kernel wrote out of bounds."""
+    rng, lengths = np.random.default_rng(0), [0, 5, 256, 0]
+    q = rng.standard_normal((4, 4, 1, 64)).astype(np.float32)
+    k, v = (rng.standard_normal((4, 2, 256, dim)).astype(np.float32) for dim in (64, 48))
+    state = call(backend, "exact_attention", q, k, v, seq_lens=np.array(lengths, np.int32))
+    for b in (0, 3):
+        assert not state.out[b].any() and np.isneginf(state.lse[b]).all()
+    for b in (1, 2):
+        rows = slice(b, b + 1), slice(None), slice(0, lengths[b])
+        alone = call(backend, "exact_attention", q[rows[0]], np.array(k[rows]), np.array(v[rows]))
+        np.testing.assert_allclose(state.out[b], alone.out[0], atol=1e-6)
+        np.testing.assert_allclose(state.lse[b], alone.lse[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d02_slots_never_written_have_no_effect(backend: str, garbage: float) -> None:
+    """flash-attention#2374, #1745, flashinfer#941, vllm#936, vllm#47305, Wan2GP#1628: weight zero times NaN is NaN."""
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((1, 4, 1, 32)).astype(np.float32)
+    k, v = (rng.standard_normal((1, 2, 256, 32)).astype(np.float32) for _ in range(2))
+    k[:, :, 13:], v[:, :, 13:] = 0, 0
+    seq_lens = np.array([13], np.int32)
+    clean = call(backend, "exact_attention", q, k, v, seq_lens=seq_lens)
+    k[:, :, 13:], v[:, :, 13:] = garbage, garbage
+    dirty = call(backend, "exact_attention", q, k, v, seq_lens=seq_lens)
+    assert np.isfinite(clean.out).all()
+    assert clean.out.tobytes() == dirty.out.tobytes() and clean.lse.tobytes() == dirty.lse.tobytes()
+
+
+@pytest.mark.parametrize("fmt", [EXACT_ROWS, BlockFormat(16, 4, 5), BlockFormat(16, 4, 15)])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d02_blocks_never_written_have_no_effect(backend: str, fmt: BlockFormat) -> None:
+    """The same sources, for slots of blocks beyond the valid ones, routed and decoded."""
+    made = testing.make_inputs(2, num_blocks=4, config=fmt)
+    counts = np.array([2, 0], np.int32)
+    blocks = dataclasses.replace(made.blocks, block_counts=counts)
+    dirty = poisoned(blocks, np.arange(4) >= counts[:, None])
+    results = [
+        call(backend, "decode_attention", made.q, x, made.k_window, made.v_window, config=made.config)
+        for x in (blocks, dirty)
+    ]
+    assert np.isfinite(results[0].out).all()
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d06_query_heads_repeat_key_heads(backend: str) -> None:
+    """jax-js#180, quant.cpp#61, aprender#2010: query heads were mapped by tiling, and only equal counts were tested."""
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((1, 4, 1, 8)).astype(np.float32)
+    k = rng.standard_normal((1, 2, 32, 8)).astype(np.float32)
+    v = np.broadcast_to(np.arange(2, dtype=np.float32)[:, None, None], (1, 2, 32, 3)).copy()
+    state = call(backend, "exact_attention", q, k, v)
+    np.testing.assert_allclose(state.out[0, :, 0, 0], [0, 0, 1, 1], atol=1e-6)
+    for fmt in (EXACT_ROWS, BlockFormat(16, 4, 5), BlockFormat(16, 4, 0)):
+        blocks = blocks_of(k, v, fmt)
+        state = call(backend, "decode_attention", q, blocks, block_indices=every_block(blocks))
+        np.testing.assert_allclose(state.out[0, :, 0, 0], [0, 0, 1, 1], atol=1e-6)
+    state = call(backend, "prefill_attention", q, k, v)
+    np.testing.assert_allclose(state.out[0, :, 0, 0], [0, 0, 1, 1], atol=1e-6)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 16])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d07_every_group_size(backend: str, group: int) -> None:
+    """flashinfer#996, mlc-llm#2543, pegainfer#519: a ratio was missing from a table, or present and wrong."""
+    rng = np.random.default_rng(4)
+    q = rng.standard_normal((1, 2 * group, 1, 64)).astype(np.float32)
+    k, v = (rng.standard_normal((1, 2, 300, dim)).astype(np.float32) for dim in (64, 40))
+    fmt = BlockFormat(256, 8, 255, 32, 16)
+    blocks = blocks_of(k[:, :, :256], v[:, :, :256], fmt)
+    state = call(backend, "decode_attention", q, blocks, np.array(k[:, :, 256:]), np.array(v[:, :, 256:]))
+    out, lse = dense64(q, k, v)
+    np.testing.assert_allclose(state.out, out, atol=1e-5)
+    np.testing.assert_allclose(state.lse, lse, atol=1e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(72, 72), (80, 80), (96, 96), (192, 192), (192, 128)])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d08_head_sizes_that_are_not_powers_of_two(backend: str, head_dim: int, head_dim_v: int) -> None:
+    """sglang#1281, turboquant-vllm#52, triton-distributed#200: no compilation, or padding lanes joined the product."""
+    rng = np.random.default_rng(5)
+
+    def guarded(rows: int, heads: int, dim: int) -> Any:
+        """NaN lies after each row."""
+        buffer = np.full((1, heads, rows, dim + 9), np.nan, np.float32)
+        buffer[..., :dim] = rng.standard_normal((1, heads, rows, dim))
+        return buffer
+
+    q, k, v = guarded(1, 4, head_dim), guarded(50, 2, head_dim), guarded(50, 2, head_dim_v)
+    views = [
+        testing.to_library(x, library(backend))[..., :dim]
+        for x, dim in ((q, head_dim), (k, head_dim), (v, head_dim_v))
+    ]
+    out, lse = dense64(q[..., :head_dim], k[..., :head_dim], v[..., :head_dim_v])
+    fmt = BlockFormat(16, 4, 15, 32, 16)
+    rows = views[1][:, :, :48], views[2][:, :, :48]
+    made = op_module(backend, "compress").compress_blocks(*rows, fmt, "distinct", None)
+    blocks = CompressedBlocks(format=fmt, **made) if isinstance(made, dict) else made
+    for state in (
+        dkv.exact_attention(*views, backend=backend),
+        dkv.prefill_attention(*views, backend=backend),
+        dkv.decode_attention(views[0], blocks, views[1][:, :, 48:], views[2][:, :, 48:], backend=backend),
+    ):
+        state = testing.to_numpy(state)
+        assert state.out.shape[-1] == head_dim_v
+        np.testing.assert_allclose(state.out, out, atol=1e-5)
+        np.testing.assert_allclose(state.lse, lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d12_all_keys_masked_is_empty_and_not_an_average(backend: str) -> None:
+    """TensorRT-LLM#17477: a finite floor in place of minus infinity averages what is masked."""
+    q, k = np.ones((1, 2, 1, 4), np.float32), np.ones((1, 1, 9, 4), np.float32)
+    v = np.full((1, 1, 9, 3), 5, np.float32)
+    none = np.zeros(1, np.int32)
+    for options in ({}, {"causal": False}, {"window": 2}, {"softcap": 3.0}):
+        state = call(backend, "exact_attention", q, k, v, seq_lens=none, **options)
+        assert not state.out.any() and np.isneginf(state.lse).all()
+    blocks = blocks_of(np.ones((1, 1, 16, 4), np.float32), np.ones((1, 1, 16, 3), np.float32), BlockFormat(16, 2, 4))
+    unused = np.full((1, 1, 3), -1, np.int32)
+    for op in ("lowrank_attention", "residual_attention"):
+        state = call(backend, op, q, blocks, unused)
+        assert not state.out.any() and np.isneginf(state.lse).all()
+    state = call(backend, "decode_attention", q, blocks, k, v, block_indices=unused, seq_lens=none)
+    assert not state.out.any() and np.isneginf(state.lse).all()
+
+
+@pytest.mark.parametrize("op", ["exact_attention", "residual_attention", "prefill_attention"])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d15_the_scale_is_not_rounded_to_bfloat16(backend: str, op: str) -> None:
+    """mlx#3119: one path rounded the softmax scale to the dtype of the inputs."""
+    kind = testing.make_inputs(0, batch=1, num_blocks=0, window=0, dtype="bfloat16").q.dtype
+    q, k, v = np.zeros((1, 1, 1, 80), kind), np.zeros((1, 1, 2, 80), kind), np.ones((1, 1, 2, 4), kind)
+    q[..., :2], k[..., 0], k[0, 0, 1, 1] = 10, 400, -1  # 4000 and 3990, exact in bfloat16
+    want = 4000 / math.sqrt(80) + math.log1p(math.exp(-10 / math.sqrt(80)))
+    if op == "residual_attention":
+        rows = [np.concatenate([x[:, :, :1], x], axis=2) for x in (k, v)]  # the anchor is not among them
+        blocks = blocks_of(*rows, BlockFormat(3, 1, 2, 16, 16))
+        state = call(backend, op, q, blocks, np.zeros((1, 1, 1), np.int32))
+    else:
+        state = call(backend, op, q, k, v)
+    assert abs(state.lse.item() - want) < 1e-3
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d16_the_soft_cap_is_never_ignored(backend: str) -> None:
+    """flashinfer#1193: a refactor dropped the logit soft-cap without an error."""
+    want = 50 * math.tanh(2)
+    q = np.full((1, 1, 1, 4), 10, np.float32)
+    k, v = np.full((1, 1, 1, 4), 5, np.float32), np.ones((1, 1, 1, 3), np.float32)  # 10 * 5 * 4 / sqrt(4) = 100
+    blocks = blocks_of(np.repeat(k, 2, axis=2), np.repeat(v, 2, axis=2), BlockFormat(2, 1, 1, 32, 16))
+    first = np.zeros((1, 1, 1), np.int32)
+    for op, arguments in (
+        ("exact_attention", (q, k, v)),
+        ("prefill_attention", (q, k, v)),
+        ("lowrank_attention", (q, blocks, first)),
+        ("residual_attention", (q, blocks, first)),
+    ):
+        state = call(backend, op, *arguments, softcap=50.0)
+        np.testing.assert_allclose(state.lse.item(), want, atol=1e-4)
+        assert abs(want - 48.2014) < 1e-4
+    state = call(backend, "decode_attention", q, blocks, k, v, softcap=50.0)
+    np.testing.assert_allclose(state.lse.item(), want + math.log(3), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_m12_parts_are_not_rounded_before_the_merge(backend: str, dtype: str) -> None:
+    """flashinfer#5107, b12x#292: partial outputs were rounded to the output dtype before they were merged."""
+    fmt = BlockFormat(64, 4, 63, 16, 16)
+    shape = {"num_q_heads": 4, "head_dim": 64, "num_blocks": 15, "window": 64}
+    made = testing.make_inputs(0, **shape, dtype=dtype, config=fmt)
+    rows = [np.concatenate(pair, axis=2) for pair in ((made.k, made.k_window), (made.v, made.v_window))]
+    exact = call("reference", "exact_attention", made.q.astype(np.float32), *(x.astype(np.float32) for x in rows)).out
+
+    def error(state: Any) -> float:
+        return math.sqrt(np.square(state.out.astype(np.float64) - exact).mean())
+
+    whole = error(call(backend, "exact_attention", made.q, *rows))
+    options = {"block_indices": every_block(made.blocks)}
+    split = error(call(backend, "decode_attention", made.q, made.blocks, made.k_window, made.v_window, **options))
+    assert split <= 1.1 * whole
