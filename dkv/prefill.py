@@ -45,6 +45,7 @@ def prefill_attention(
     AttentionState
     """
     config = DKVConfig() if config is None else config
+    check.check_config(config)
     check.check_array("q", q, "B Hq Sq D")
     check.check_float("q", q)
     check.check_array("k", k, "B Hkv Sk D", B=q.shape[0], D=q.shape[3])
@@ -70,6 +71,12 @@ def prefill_attention(
         check.check_integers("block_indices", block_indices, "B Hkv n W", **sizes)
     return AttentionState(
         *module.prefill_attention(
-            q, k, v, block_indices=block_indices, block_size=size, prefill_block=query_block, softcap=softcap, sink=sink, sm_scale=scale
+            *(q, k, v),
+            block_indices=block_indices,
+            block_size=size,
+            prefill_block=query_block,
+            softcap=softcap,
+            sink=sink,
+            sm_scale=scale,
         )
     )
