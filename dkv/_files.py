@@ -153,7 +153,9 @@ def save_cache(cache: Any, path: str | os.PathLike[str]) -> None:
     for index, layer in enumerate(cache.layers):
         state = getattr(layer, "state", None)
         if state is None:
-            layers.append({"kind": type(layer).__name__, "seen": int(layer.get_seq_length()) if layer.is_initialized else 0})
+            layers.append(
+                {"kind": type(layer).__name__, "seen": int(layer.get_seq_length()) if layer.is_initialized else 0}
+            )
             held = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
         else:
             fields = ("offset", "tokens", "rows", "block_counts")
@@ -170,15 +172,16 @@ def load_cache(cache: Any, path: str | os.PathLike[str], device: Any) -> None:
 
     tensors, header = read(path, "cache", "torch")
     saved, own = header.get("config"), cache.config.to_dict()
-    differing = [name for name in own if not isinstance(saved, dict) or saved.get(name) != own[name]]
+    if not isinstance(saved, dict):
+        raise ValueError(f"config of the file is {saved!r}, not a mapping")
+    differing = [name for name in own if saved.get(name) != own[name]]
     if differing or set(saved) - set(own):
         name = (differing or sorted(set(saved) - set(own)))[0]
-        got = saved.get(name) if isinstance(saved, dict) else saved
-        raise ValueError(f"{name} of the file is {got!r}, this cache has {own.get(name)!r}")
+        raise ValueError(f"{name} of the file is {saved.get(name)!r}, this cache has {own.get(name)!r}")
     layers = header.get("layers")
     if not isinstance(layers, list) or len(layers) != len(cache.layers):
         raise ValueError(f"the file holds {len(layers or [])} layers, this cache has {len(cache.layers)}")
-    loaded = []
+    loaded: list[tuple[Any, Any]] = []
     for index, (layer, entry) in enumerate(zip(cache.layers, layers, strict=True)):
         kind = "DKVLayer" if hasattr(layer, "state") else type(layer).__name__
         if entry.get("kind") != kind:
@@ -204,7 +207,9 @@ def load_cache(cache: Any, path: str | os.PathLike[str], device: Any) -> None:
 
 def _fill_state(state: Any, entry: dict[str, Any], parts: dict[str, Any], index: int) -> None:
     where = f"layer {index} of the file"
-    offset, tokens, rows, counts = (entry.get(name) for name in ("offset", "tokens", "rows", "block_counts"))
+    names = ("offset", "tokens", "rows", "block_counts")
+    lengths: list[Any] = [entry.get(name) for name in names]
+    offset, tokens, rows, counts = lengths
     lists = (tokens, rows, counts)
     if not isinstance(offset, int) or any(not isinstance(x, list) or len(x) != len(tokens) for x in lists):
         raise ValueError(f"{where} has no lengths")
@@ -225,7 +230,11 @@ def _fill_state(state: Any, entry: dict[str, Any], parts: dict[str, Any], index:
         raise ValueError(f"{where} has {'no ' if not named else ''}blocks, its lengths say otherwise")
     if named:
         blocks = build_blocks(dataclasses.asdict(state.config.block_format), named)
-        if (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks) != (batch, parts["k_rows"].shape[1], max(counts)):
+        if (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks) != (
+            batch,
+            parts["k_rows"].shape[1],
+            max(counts),
+        ):
             raise ValueError(f"{where}: blocks do not fit its rows")
         state.blocks = blocks
     state.offset, state.tokens, state.rows, state.block_counts = offset, tokens, rows, counts

@@ -58,7 +58,7 @@ def residual_attention(
     return _blocks_op("residual_attention", q, blocks, block_indices, sm_scale, softcap, backend)
 
 
-def _blocks_op(name, q, blocks, block_indices, sm_scale, softcap, backend):  # noqa: ANN001, ANN202
+def _blocks_op(name, q, blocks, block_indices, sm_scale, softcap, backend):
     check.check_blocks(blocks)
     check.check_query(q, blocks)
     check.check_integers("block_indices", block_indices, "B Hkv W", B=blocks.batch_size, Hkv=blocks.num_kv_heads)

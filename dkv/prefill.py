@@ -71,7 +71,9 @@ def prefill_attention(
         check.check_integers("block_indices", block_indices, "B Hkv n W", **sizes)
     return AttentionState(
         *module.prefill_attention(
-            *(q, k, v),
+            q,
+            k,
+            v,
             block_indices=block_indices,
             block_size=size,
             prefill_block=query_block,

@@ -219,7 +219,7 @@ def _walk(x: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(x, AttentionState):
         return AttentionState(convert(x.out), convert(x.lse))
     if isinstance(x, Inputs):
-        return Inputs(*(_walk(part, convert) for part in x[:-1]), x.config)
+        return x._replace(**{name: _walk(getattr(x, name), convert) for name in x._fields if name != "config"})
     if isinstance(x, (list, tuple)):
         return type(x)(_walk(part, convert) for part in x)
     return convert(x)
@@ -482,7 +482,7 @@ def _compare_blocks(
         rows = slice(n * size, (n + 1) * size)
         weight = None if token_weight is None else token_weight[b, rows].astype(np.float64)
         where = f"row {b}, block {n}"
-        _compare_block(_block(got, b, n), _block(want, b, n), k[b, :, rows], v[b, :, rows], keep, weight, where)
+        _compare_block(_block(got, b, n), _block(want, b, n), k[b, :, rows], v[b, :, rows], str(keep), weight, where)
 
 
 def _block(blocks: CompressedBlocks, b: int, n: int) -> CompressedBlocks:

@@ -45,7 +45,7 @@ class BlockFormat:
     factor_bits : int
         8 (int8 with scales), 16 (bfloat16 for a bfloat16 cache, else float16) or 32.
     residual_bits : int
-        4 or 8 (asymmetric, K per channel over 64 kept rows, V per row and head) or 16 (the cache's own dtype, bit-exact).
+        4 or 8 (asymmetric; K per channel over 64 kept rows, V per row and head) or 16 (the cache's own dtype, exact).
     minmax : bool
         Store ``k_min`` and ``k_max`` for the min/max router.
     """
@@ -114,8 +114,8 @@ class CompressedBlocks:
         ``basis_v`` is divided by it.
     residual_indices : array [B, N, R], uint8
         Positions in the block of the residual rows, ascending, never 0.
-    residual_k : array [B, N, H, R, D] cache dtype, or uint8 codes [B, N, H, R, D] (8 bits) or [B, N, H, R, half(D)] (4 bits)
-        Four-bit codes: channel ``d < half(D)`` in the low nibble of byte ``d``, channel ``half(D) + d`` in its high nibble.
+    residual_k : array [B, N, H, R, D] cache dtype or 8-bit uint8 codes, or [B, N, H, R, half(D)] 4-bit codes
+        Four bits: channel ``d < half(D)`` in the low nibble of byte ``d``, channel ``half(D) + d`` in its high one.
     residual_k_scale, residual_k_min : array [B, N, H, Q, D], float16, or None
     residual_k_unit : array [B, N, H], float32, or None
     residual_v : array, as ``residual_k`` with ``Dv``
@@ -135,20 +135,20 @@ class CompressedBlocks:
     residual_indices: Array
     residual_k: Array
     residual_v: Array
-    u_scale: Array | None = None
-    basis_k_scale: Array | None = None
-    basis_v: Array | None = None
-    basis_v_scale: Array | None = None
-    v_gain: Array | None = None
-    residual_k_scale: Array | None = None
-    residual_k_min: Array | None = None
-    residual_k_unit: Array | None = None
-    residual_v_scale: Array | None = None
-    residual_v_min: Array | None = None
-    residual_v_unit: Array | None = None
-    k_min: Array | None = None
-    k_max: Array | None = None
-    block_counts: Array | None = None
+    u_scale: Array = None
+    basis_k_scale: Array = None
+    basis_v: Array = None
+    basis_v_scale: Array = None
+    v_gain: Array = None
+    residual_k_scale: Array = None
+    residual_k_min: Array = None
+    residual_k_unit: Array = None
+    residual_v_scale: Array = None
+    residual_v_min: Array = None
+    residual_v_unit: Array = None
+    k_min: Array = None
+    k_max: Array = None
+    block_counts: Array = None
 
     def parts(self) -> Iterator[tuple[str, Array]]:
         """Name and array of every stored part. Whatever walks a cache walks this."""

@@ -86,7 +86,7 @@ def test_selection_is_a_stable_sort(
         count = int(counts[b])
         first, last = range(min(sink_blocks, count)), range(max(0, count - recent_blocks), count)
         rank = {j: -1.0 if np.isnan(p[b, h, j]) else float(p[b, h, j]) for j in range(count)}
-        order = sorted(range(count), key=lambda j: (j not in first and j not in last, -rank[j], j))  # noqa: B023
+        order = sorted(range(count), key=lambda j: (j not in first and j not in last, -rank[j], j))
         want = sorted(order[:top_k])
         assert got[b, h].tolist() == want + [-1] * (got.shape[2] - len(want))
 

@@ -1,7 +1,7 @@
 """One attention layer's cache. The state after N tokens depends on the tokens alone, not on how they were chunked.
 
-Rows of a sequence, oldest first: ``sink_tokens`` exact rows, closed blocks, exact recency window. Padding is never stored,
-so the rows of a batch may hold different numbers of tokens.
+Rows of a sequence, oldest first: ``sink_tokens`` exact rows, closed blocks, exact recency window. Padding is never
+stored, so the rows of a batch may hold different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class LayerCache:
         return route_blocks(q, self.blocks, top_k, config.router, config.share, scale, sinks, config.recent_blocks)
 
     def _append(self, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Store a chunk's real rows; the last row each query sees ``[B, n]``, None where it needs no mask of its own."""
+        """Store a chunk's real rows; gives the last row a query sees ``[B, n]``, None where plain causal is right."""
         batch, length = k.shape[0], k.shape[2]
         if self.tokens and self.batch_size != batch:
             raise ValueError(f"k must have the cache's batch size {self.batch_size}, got {batch}")
@@ -273,7 +273,8 @@ class LayerCache:
             window = self.rows[row] - min(self.tokens[row], self.config.sink_tokens)
             if self.block_counts[row] and lost > window:
                 raise ValueError(
-                    f"crop of {count} positions reaches into a closed block: sequence {row} holds {window} exact rows after it"
+                    f"crop of {count} positions reaches into a closed block: "
+                    f"sequence {row} holds {window} exact rows after it"
                 )
         self.offset -= count
         self.rows = [row - lost for row, lost in zip(self.rows, gone, strict=True)]

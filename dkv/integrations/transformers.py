@@ -105,7 +105,9 @@ class DKVLayer(CacheLayerMixin):
 
     def take(self) -> tuple[Tensor, Tensor]:
         if self._pending is None:
-            raise RuntimeError("a DKVCache layer was attended without new keys: use one cache from one thread at a time")
+            raise RuntimeError(
+                "a DKVCache layer was attended without new keys: use one cache from one thread at a time"
+            )
         pending, self._pending = self._pending, None
         return pending
 
@@ -254,7 +256,7 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The padding mask ``[B, kv_length]`` for a DKV layer (None without padding), transformers' own mask for any other."""
+    """The padding mask ``[B, kv_length]`` for a DKV layer (None without padding), transformers' own for any other."""
     if not isinstance(kv_length, _SeenLength):
         return sdpa_mask(
             batch_size=batch_size,

@@ -25,7 +25,9 @@ def quantise_signed(x: Tensor, scale: Tensor) -> Tensor:
     return ratio.round().clamp(-127, 127).to(torch.int8)
 
 
-def quantise_affine(x: Tensor, dim: int, unit_dims: tuple[int, ...], bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantise_affine(
+    x: Tensor, dim: int, unit_dims: tuple[int, ...], bits: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Asymmetric codes along ``dim``; the unit is shared over ``unit_dims`` of the scales.
 
     Returns

@@ -27,7 +27,9 @@ def compress_blocks(k: Tensor, v: Tensor, fmt: BlockFormat, keep: str, token_wei
     per_block = 8 * size * (3 * heads * (k.shape[3] + v.shape[3]) + 3 * size)
     step = max(1, WORKSPACE_BYTES // per_block)
     pieces = [
-        _compress(rows_k[i : i + step], rows_v[i : i + step], fmt, keep, None if weight is None else weight[i : i + step])
+        _compress(
+            rows_k[i : i + step], rows_v[i : i + step], fmt, keep, None if weight is None else weight[i : i + step]
+        )
         for i in range(0, max(1, batch * count), step)
     ]
     parts = {
@@ -187,7 +189,7 @@ def _store_rows(name: str, rows: Tensor, bits: int, anchor: Tensor | None) -> di
 
 
 def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
-    """Rebuild ``k [B, H, N * S, D]`` and ``v [B, H, N * S, Dv]`` in the cache's dtype. For inspection, never on a hot path.
+    """Rebuild ``k [B, H, N * S, D]`` and ``v [B, H, N * S, Dv]`` in the cache's dtype; for inspection.
 
     Blocks beyond ``block_counts`` come back as zeros.
     """
@@ -198,7 +200,9 @@ def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
     k = blocks.anchor_k.double()[:, :, :, None] + u[:, :, None] @ _basis(blocks.basis_k, blocks.basis_k_scale)
     v = blocks.anchor_v.double()[:, :, :, None].expand(-1, -1, -1, size, -1).clone()
     if blocks.basis_v is not None and blocks.v_gain is not None:
-        v += (u[:, :, None] @ _basis(blocks.basis_v, blocks.basis_v_scale)) / blocks.v_gain.double()[..., None, None, None]
+        v += (u[:, :, None] @ _basis(blocks.basis_v, blocks.basis_v_scale)) / blocks.v_gain.double()[
+            ..., None, None, None
+        ]
     dtype = blocks.anchor_k.dtype
     k, v = _saturated(k, dtype), _saturated(v, blocks.anchor_v.dtype)
     k[:, :, :, 0], v[:, :, :, 0] = blocks.anchor_k, blocks.anchor_v
@@ -237,5 +241,7 @@ def residual_rows(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
     scale_k, min_k = blocks.residual_k_scale[:, :, :, group].double(), blocks.residual_k_min[:, :, :, group].double()
     unit_k, unit_v = blocks.residual_k_unit.double(), blocks.residual_v_unit.double()
     k = blocks.anchor_k.double()[:, :, :, None] + unit_k[..., None, None] * (min_k + scale_k * k)
-    v = unit_v[..., None, None] * (blocks.residual_v_min.double()[..., None] + blocks.residual_v_scale.double()[..., None] * v)
+    v = unit_v[..., None, None] * (
+        blocks.residual_v_min.double()[..., None] + blocks.residual_v_scale.double()[..., None] * v
+    )
     return k, v

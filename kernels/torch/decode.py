@@ -66,7 +66,7 @@ def residual_attention(
     return _over_pieces(_residual_piece, q, blocks, block_indices, sm_scale, softcap)
 
 
-def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):  # noqa: ANN001, ANN202
+def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):
     grouped = grouped_queries(q, blocks.num_kv_heads)
     batch, heads, rows, _ = grouped.shape
     width = block_indices.shape[2]
@@ -86,7 +86,9 @@ def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):  # noqa: A
 
 def distinct_slots(block_indices: Tensor, blocks: CompressedBlocks) -> Tensor:
     """Indices as a set: ascending, with -1 for repeats and for what names no valid block."""
-    return distinct(block_indices, blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1))
+    return distinct(
+        block_indices, blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1)
+    )
 
 
 def distinct(indices: Tensor, limit: int | Tensor) -> Tensor:
@@ -197,7 +199,7 @@ def exact_attention(
     """Dense rows; bottom-right causal inside ``seq_lens``."""
     length, keys = q.shape[2], k.shape[2]
     ragged = seq_lens is not None
-    ends = seq_lens.long() if ragged else torch.full((q.shape[0],), keys, device=q.device)
+    ends = torch.full((q.shape[0],), keys, device=q.device) if seq_lens is None else seq_lens.long()
     position = ends[:, None] - length + torch.arange(length, device=q.device)  # [B, Sq]
     last = torch.minimum(position, ends[:, None] - 1) if causal else (ends[:, None] - 1).expand(-1, length)
     first = None if window is None else position - window + 1

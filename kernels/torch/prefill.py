@@ -54,7 +54,9 @@ def select_key_blocks(
     near = (slots + 1) * block_size > (starts - prefill_window)[:, None]
     pinned = candidate & (near | (slots == 0))
     width = _width(count, block_size, prefill_block, top_k, prefill_window)
-    room = torch.maximum(pinned.sum(-1), torch.tensor(top_k, device=q.device))[:, None]  # pinned blocks are never dropped
+    room = torch.maximum(pinned.sum(-1), torch.tensor(top_k, device=q.device))[
+        :, None
+    ]  # pinned blocks are never dropped
     key = torch.where(pinned, torch.inf, torch.where(candidate, scores, -1.0))
     order = key.sort(dim=-1, descending=True, stable=True).indices[..., :width]
     usable = (order * block_size <= ends[:, None]) & (torch.arange(width, device=q.device) < room)
@@ -100,7 +102,9 @@ def prefill_attention(
     row = torch.arange(batch, device=q.device).view(-1, 1, 1, 1)
     head = torch.arange(heads_kv, device=q.device).view(1, -1, 1, 1)
     inside = torch.arange(block_size, device=q.device)
-    step = max(1, WORKSPACE_BYTES // (4 * batch * heads_kv * width * block_size * (2 * group * prefill_block + dim + dim_v)))
+    step = max(
+        1, WORKSPACE_BYTES // (4 * batch * heads_kv * width * block_size * (2 * group * prefill_block + dim + dim_v))
+    )
     outs, lses = [], []
     for i in range(0, query_blocks, step):
         chosen = block_indices[:, :, i : i + step].long()  # [B, Hkv, n, W]

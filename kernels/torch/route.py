@@ -67,15 +67,25 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
     grouped = grouped_queries(q, blocks.num_kv_heads)
     batch, heads, rows, dim = grouped.shape
     score = {"lowrank": _lowrank, "minmax": _minmax, "residual": _residual}[router]
-    width = {"lowrank": blocks.block_size * (rows + dim), "minmax": rows + dim, "residual": blocks.num_residuals * (rows + dim)}
+    width = {
+        "lowrank": blocks.block_size * (rows + dim),
+        "minmax": rows + dim,
+        "residual": blocks.num_residuals * (rows + dim),
+    }
     step = max(1, WORKSPACE_BYTES // max(1, 8 * batch * heads * width[router]))
     pieces = []
     for i in range(0, blocks.num_blocks, step):
-        part = blocks.map(lambda x, i=i: x if x.ndim == 1 else x[:, i : i + step])
-        if part.block_counts is not None:
-            part = part.map(lambda x, i=i: (x - i).clamp(0, step) if x.ndim == 1 else x)
-        pieces.append(score(grouped, part, sm_scale))
+        pieces.append(score(grouped, _slice_blocks(blocks, i, step), sm_scale))
     return torch.cat(pieces, dim=-1)
+
+
+def _slice_blocks(blocks: CompressedBlocks, start: int, count: int) -> CompressedBlocks:
+    """Views of ``count`` blocks from ``start``; ``block_counts``, the one part of one axis, counts from there."""
+
+    def cut(part: Tensor) -> Tensor:
+        return (part - start).clamp(0, count) if part.ndim == 1 else part[:, start : start + count]
+
+    return blocks.map(cut)
 
 
 def _lowrank(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:

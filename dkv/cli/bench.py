@@ -1,0 +1,88 @@
+"""``dkv bench memory`` and ``dkv bench decode``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from dkv.cli import _common
+from dkv.cli._common import CliError, err, out
+from dkv.models import require
+
+app = typer.Typer(help="Measure bytes and times.", rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        out.print(context.get_help())
+        raise typer.Exit()
+
+
+@app.command()
+def memory(seed: _common.SeedOption = 0, json_file: _common.JsonOption = None) -> None:
+    """Bytes of one compressed block and layer, counted from real arrays."""
+    _common.check_writable(json_file)
+    from dkv.benches import memory as measure
+
+    with err.status("Compressing"):
+        rows = measure.run(seed)
+    table = Table(title="One block of 256 tokens in one layer, float16 cache")
+    table.add_column("model")
+    table.add_column("layout")
+    for column in ("bytes", "dense bytes", "ratio"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["model"],
+            row["layout"],
+            f"{row['bytes_per_block_layer']:,}",
+            f"{row['dense_bytes']:,}",
+            f"{row['ratio']:.2f}x",
+        )
+    out.print(table)
+    out.print(measure.FOOTNOTE)
+    _common.write_json(json_file, rows)
+
+
+@app.command()
+def decode(
+    contexts: Annotated[str, typer.Option(help="Context lengths in tokens, with commas.")] = "4096,16384,65536,131072",
+    dtype: _common.DtypeOption = "float32",
+    device: _common.DeviceOption = "cpu",
+    top_k: Annotated[int, typer.Option(help="Blocks that a step attends.")] = 16,
+    repeats: Annotated[int, typer.Option(help="Timed steps; the median counts.")] = 15,
+    seed: _common.SeedOption = 0,
+    json_file: _common.JsonOption = None,
+) -> None:
+    """Time one decode step of one layer (Qwen2.5-1.5B geometry) beside dense attention."""
+    lengths = _common.integers("--contexts", contexts)
+    _common.at_least("--repeats", repeats, 1)
+    _common.check_dtype(dtype)
+    config = _common.make_config(top_k=top_k)
+    _common.check_writable(json_file)
+    torch = require("torch")
+    from dkv.benches import decode as measure
+
+    if min(lengths) <= config.block_size:
+        raise CliError(f"--contexts must be more than {config.block_size}, the size of one block")
+    with err.status("Starting") as status:
+        rows = measure.run(
+            lengths, getattr(torch, dtype), config, repeats, seed, device, progress=lambda label: status.update(label)
+        )
+    table = Table(title=f"One decode step of one layer, {dtype}, {rows[0]['threads']} threads, median of {repeats}")
+    for column in ("context", "DKV ms", "best dense ms", "SDPA ms", "dense / DKV"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row['context']:,}",
+            f"{row['ms']:.2f}",
+            f"{row['dense_ms']:.2f}",
+            f"{row['sdpa_ms']:.2f}",
+            f"{row['ratio']:.2f}x",
+        )
+    out.print(table)
+    out.print(f"DKV routes to {top_k} blocks of 256 and attends its window exactly; best dense is one bmm per kv head.")
+    _common.write_json(json_file, rows)

@@ -1,0 +1,111 @@
+"""``dkv generate``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dkv.cli import _common
+from dkv.cli._common import CliError, err, megabytes
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file that holds the text.")] = None,
+    model: _common.ModelOption = "smollm2-135m",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the text into the model's chat template.")] = False,
+    dense: Annotated[bool, typer.Option("--dense", help="Use the ordinary cache instead of DKV.")] = False,
+    dtype: _common.DtypeOption = "float32",
+    device: _common.DeviceOption = "cpu",
+    rank: _common.RankOption = 32,
+    block_size: _common.BlockSizeOption = 256,
+    num_residuals: _common.ResidualsOption = None,
+    top_k: Annotated[int, typer.Option(help="Compressed blocks that a step attends.")] = 16,
+    window: Annotated[int, typer.Option(help="Newest tokens that stay exact, at least.")] = 1024,
+) -> None:
+    """Continue a text greedily, streaming it; the cache's size goes to stderr."""
+    text = _prompt(prompt, prompt_file)
+    _common.at_least("--max-new-tokens", max_new_tokens, 1)
+    config = _common.make_config(
+        rank=rank, block_size=block_size, num_residuals=num_residuals, top_k=top_k, window=window
+    )
+    language_model, tokenizer = _common.load_model(model, dtype, device)
+    ids = _encode(tokenizer, text, chat)
+    if not ids:
+        raise CliError("the prompt is empty")
+    _common.check_context(language_model, len(ids), max_new_tokens)
+    from dkv.benches import needle
+
+    if dense:
+        cache = needle.dense_cache(language_model)
+    else:
+        from dkv.integrations.transformers import DKVCache, attach
+
+        attach(language_model, config)
+        cache = DKVCache(language_model, config)
+    made, seconds = _stream(language_model, tokenizer, cache, ids, max_new_tokens)
+    total = len(ids) + made
+    line = f"{total:,} tokens, {made / seconds:.1f} tokens/s, KV cache "
+    if dense:
+        err.print(line + megabytes(needle.dense_cache_nbytes(cache)))
+    else:
+        err.print(
+            line + f"{megabytes(cache.nbytes)} where dense takes {megabytes(cache.dense_nbytes)} "
+            f"({cache.dense_nbytes / cache.nbytes:.2f}x)"
+        )
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise CliError("give either --prompt or --prompt-file")
+    if prompt is not None:
+        return prompt
+    assert prompt_file is not None
+    try:
+        return prompt_file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CliError(f"{prompt_file} is not UTF-8 text") from error
+    except OSError as error:
+        raise CliError(f"cannot read {prompt_file}: {error.strerror}") from error
+
+
+def _encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return list(tokenizer(text, verbose=False).input_ids)
+    if not getattr(tokenizer, "chat_template", None):
+        raise CliError("this model's tokenizer has no chat template; leave --chat out")
+    messages = [{"role": "user", "content": text}]
+    filled = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(filled, add_special_tokens=False, verbose=False).input_ids)
+
+
+def _stream(model: Any, tokenizer: Any, cache: Any, ids: list[int], max_new_tokens: int) -> tuple[int, float]:
+    """Write the continuation as it comes; how many tokens, and in how many seconds."""
+    import torch
+
+    from dkv.benches import needle
+
+    last = ids[-1:]
+    if len(ids) > 1:
+        needle.feed(model, ids[:-1], cache)
+    stop = model.generation_config.eos_token_id
+    stops = set(stop) if isinstance(stop, list) else {stop}
+    made: list[int] = []
+    shown = ""
+    start = time.perf_counter()
+    for _ in range(max_new_tokens):
+        logits = needle.step(model, torch.tensor([last], device=model.device), cache)
+        last = [int(logits[0].argmax())]
+        made += last
+        if last[0] in stops:
+            break
+        text = tokenizer.decode(made, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # half of a character
+            typer.echo(text[len(shown) :], nl=False)
+            shown = text
+    typer.echo()
+    return len(made), time.perf_counter() - start

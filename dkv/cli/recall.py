@@ -1,0 +1,52 @@
+"""``dkv recall``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from dkv.cli import _common
+from dkv.cli._common import CliError, err, out
+
+
+def recall(
+    model: _common.ModelOption = "smollm2-135m",
+    contexts: Annotated[str, typer.Option(help="Text lengths in tokens, with commas.")] = "1024,2048,4096",
+    trials: Annotated[int, typer.Option(help="Passcodes per text length.")] = 5,
+    dtype: _common.DtypeOption = "bfloat16",
+    device: _common.DeviceOption = "cpu",
+    seed: _common.SeedOption = 0,
+    json_file: _common.JsonOption = None,
+) -> None:
+    """Count how often a passcode survives compression: dense, the published settings, the default."""
+    lengths = _common.integers("--contexts", contexts)
+    _common.at_least("--trials", trials, 1)
+    _common.check_writable(json_file)
+    language_model, tokenizer = _common.load_model(model, dtype, device)
+    from dkv.benches import needle
+    from dkv.benches import recall as bench
+
+    for length in lengths:
+        _common.check_context(language_model, length, needle.longest(tokenizer))
+        try:
+            needle.bury(tokenizer, length, seed)
+        except ValueError as error:
+            raise CliError(f"--contexts: {error}") from error
+    with err.status("Starting") as status:
+        rows = bench.run(language_model, tokenizer, lengths, trials, seed, advance=status.update)
+    table = Table(title=f"Passcode recalled, asked after compression ({model}, {dtype})")
+    for column in ("context", "variant", "right", "ratio, compressed part", "ratio, whole cache"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for row in rows:
+        table.add_row(
+            f"{row['context']:,}",
+            row["variant"],
+            f"{row['right']} of {row['trials']}",
+            f"{row['ratio']:.2f}x",
+            f"{row['whole_cache_ratio']:.2f}x",
+        )
+    out.print(table)
+    out.print(f"The first 256 and the newest {bench.WINDOW} to {bench.WINDOW + 255} tokens stay exact.")
+    _common.write_json(json_file, rows)
