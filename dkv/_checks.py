@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from dkv.config import DKVConfig
 from dkv.types import CompressedBlocks
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -37,9 +38,7 @@ def check_float(name: str, array: Any) -> None:
 
 def check_device(**arrays: Any) -> None:
     """Torch arrays of one call sit on one device."""
-    devices = {
-        name: str(array.device) for name, array in arrays.items() if array is not None and hasattr(array, "device")
-    }
+    devices = {name: str(array.device) for name, array in arrays.items() if hasattr(array, "device")}
     if len(set(devices.values())) > 1:
         raise ValueError(f"arrays must be on one device, got {devices}")
 
@@ -65,6 +64,16 @@ def check_positive(name: str, value: Any, optional: bool = True) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a positive finite number, got {value}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def check_config(config: Any) -> None:
+    if not isinstance(config, DKVConfig):
+        raise TypeError(f"config must be a DKVConfig, got {type(config).__qualname__}")
 
 
 def check_blocks(blocks: Any) -> None:

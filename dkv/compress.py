@@ -42,8 +42,7 @@ def compress_blocks(
         Wrong kinds of array, or dtypes that differ.
     """
     config = DKVConfig() if config is None else config
-    if not isinstance(config, DKVConfig):
-        raise TypeError(f"config must be a DKVConfig, got {type(config).__qualname__}")
+    check.check_config(config)
     check.check_array("k", k, "B Hkv N D")
     check.check_array("v", v, "B Hkv N Dv", B=k.shape[0], Hkv=k.shape[1], N=k.shape[2])
     check.check_float("k", k)

@@ -118,6 +118,7 @@ def exact_attention(
     check.check_float("k", k)
     check.check_float("v", v)
     check.check_heads(q, k.shape[1])
+    check.check_flag("causal", causal)
     check.check_seq_lens(seq_lens, q.shape[0], k.shape[2])
     check.check_count("window", window, 1, optional=True)
     if sink is not None:
@@ -127,7 +128,7 @@ def exact_attention(
     chosen = resolve(backend, q=q, k=k, v=v, seq_lens=seq_lens, sink=sink)
     check.check_device(q=q, k=k, v=v, seq_lens=seq_lens, sink=sink)
     fn = op_module(chosen, "decode").exact_attention
-    out, lse = fn(q, k, v, bool(causal), seq_lens, window, softcap, sink, _scale(q, sm_scale))
+    out, lse = fn(q, k, v, causal, seq_lens, window, softcap, sink, _scale(q, sm_scale))
     return AttentionState(out, lse if lse_base == "e" else lse / math.log(2.0))
 
 
@@ -171,6 +172,7 @@ def decode_attention(
     AttentionState
     """
     config = DKVConfig() if config is None else config
+    check.check_config(config)
     check.check_blocks(blocks)
     check.check_query(q, blocks)
     if (k_window is None) != (v_window is None):
@@ -188,10 +190,10 @@ def decode_attention(
     if sink is not None:
         check.check_array("sink", sink, "Hq", Hq=q.shape[1])
     _check_scales(sm_scale, softcap)
-    chosen = resolve(
-        backend, q=q, blocks=blocks.anchor_k, k_window=k_window, v_window=v_window, seq_lens=seq_lens, sink=sink
-    )
-    check.check_device(q=q, blocks=blocks.anchor_k, k_window=k_window, v_window=v_window, seq_lens=seq_lens, sink=sink)
+    arrays = {"q": q, "blocks": blocks.anchor_k, "k_window": k_window, "v_window": v_window}
+    arrays |= {"block_indices": block_indices, "seq_lens": seq_lens, "sink": sink}
+    chosen = resolve(backend, **arrays)
+    check.check_device(**arrays)
     if block_indices is None:
         block_indices = route_blocks(
             q,

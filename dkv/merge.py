@@ -24,6 +24,9 @@ def merge_states(states: Sequence[AttentionState], *, backend: str | None = None
     AttentionState
         New arrays; empty where every part is empty.
     """
+    for index, state in enumerate(states):
+        if not (isinstance(state, (tuple, list)) and len(state) == 2):
+            raise TypeError(f"states[{index}] must be an AttentionState, got {type(state).__qualname__}")
     states = [AttentionState(*state) for state in states]
     if not states:
         raise ValueError("states must hold at least one AttentionState, got none")
@@ -35,6 +38,9 @@ def merge_states(states: Sequence[AttentionState], *, backend: str | None = None
         sizes = {"B": shape[0], "Hq": shape[1], "Sq": shape[2], "Dv": shape[3]}
         check.check_array(f"states[{index}].out", out, "B Hq Sq Dv", **sizes)
         check.check_array(f"states[{index}].lse", lse, "B Hq Sq", **sizes)
+        check.check_float(f"states[{index}].out", out)
+        if check.dtype_name(lse) != "float32":
+            raise TypeError(f"states[{index}].lse must be float32, got {check.dtype_name(lse)}")
         arrays.update({f"states[{index}].out": out, f"states[{index}].lse": lse})
     chosen = resolve(backend, **arrays)
     check.check_device(**arrays)

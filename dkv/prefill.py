@@ -45,6 +45,7 @@ def prefill_attention(
     AttentionState
     """
     config = DKVConfig() if config is None else config
+    check.check_config(config)
     check.check_array("q", q, "B Hq Sq D")
     check.check_float("q", q)
     check.check_array("k", k, "B Hkv Sk D", B=q.shape[0], D=q.shape[3])

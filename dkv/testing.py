@@ -381,7 +381,7 @@ def _compare(op: str, name: str, got: np.ndarray, exact: np.ndarray, dtype: str,
     allowed = tolerance.value * np.max(np.abs(exact), initial=0.0)
     if dtype != "float32":
         allowed = allowed + rounded + ROUNDING[dtype] * np.abs(exact) + SMALLEST[dtype]
-    _refuse(op, name, dtype, np.abs(got - exact), np.broadcast_to(allowed, exact.shape), tolerance.reason)
+    _refuse(op, name, dtype, np.abs(got - exact), allowed, tolerance.reason)
 
 
 def _compare_lse(op: str, got: np.ndarray, exact: np.ndarray, dtype: str) -> None:
@@ -391,7 +391,7 @@ def _compare_lse(op: str, got: np.ndarray, exact: np.ndarray, dtype: str) -> Non
     finite = np.isfinite(exact)
     error = np.abs(np.where(finite, got, 0).astype(np.float64) - np.where(finite, exact, 0))
     allowed = tolerance.lse * max(1.0, np.max(np.abs(exact), initial=0.0, where=finite))
-    _refuse(op, "lse", dtype, error, np.full(error.shape, allowed), tolerance.reason)
+    _refuse(op, "lse", dtype, error, allowed, tolerance.reason)
 
 
 def _compare_form(op: str, name: str, got: np.ndarray, shape: tuple[int, ...], dtype: str) -> None:
@@ -407,9 +407,10 @@ def _compare_finite(op: str, name: str, got: np.ndarray, exact: np.ndarray, dtyp
         raise AssertionError(f"{op} {dtype}: {name}{list(at)} is {got[at]}, the reference says {exact[at]}")
 
 
-def _refuse(op: str, name: str, dtype: str, error: np.ndarray, allowed: np.ndarray, reason: str) -> None:
+def _refuse(op: str, name: str, dtype: str, error: np.ndarray, allowed: np.ndarray | float, reason: str) -> None:
     if (error <= allowed).all():
         return
+    allowed = np.broadcast_to(allowed, error.shape)
     at = np.unravel_index(np.argmax(error - allowed), error.shape)
     where = [int(i) for i in at]
     raise AssertionError(

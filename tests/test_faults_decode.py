@@ -132,8 +132,7 @@ def test_d08_head_sizes_that_are_not_powers_of_two(backend: str, head_dim: int, 
 
     q, k, v = guarded(1, 4, head_dim), guarded(50, 2, head_dim), guarded(50, 2, head_dim_v)
     views = [
-        testing.to_library(x, library(backend))[..., :dim]
-        for x, dim in ((q, head_dim), (k, head_dim), (v, head_dim_v))
+        testing.to_library(x, library(backend))[..., :dim] for x, dim in ((q, head_dim), (k, head_dim), (v, head_dim_v))
     ]
     out, lse = dense64(q[..., :head_dim], k[..., :head_dim], v[..., :head_dim_v])
     fmt = BlockFormat(16, 4, 15, 32, 16)

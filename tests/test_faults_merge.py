@@ -126,8 +126,9 @@ def test_m11_reductions_of_any_length_and_order(backend: str) -> None:
         got = call(backend, "merge_states", [parts[i] for i in rng.permutation(7)])
         np.testing.assert_allclose(got.out, want.out, atol=1e-6)
         np.testing.assert_allclose(got.lse, want.lse, atol=1e-6)
-    big, small = parts[0]._replace(lse=np.full((1, 2, 3), 1e4, np.float32)), parts[1]._replace(
-        lse=np.full((1, 2, 3), -1e4, np.float32)
+    big, small = (
+        parts[0]._replace(lse=np.full((1, 2, 3), 1e4, np.float32)),
+        parts[1]._replace(lse=np.full((1, 2, 3), -1e4, np.float32)),
     )
     for order in ([big, small], [small, big]):
         merged = call(backend, "merge_states", order)

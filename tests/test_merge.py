@@ -49,9 +49,7 @@ def test_parity(backend: str, case: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@given(
-    seed=st.integers(0, 2**31), count=st.integers(1, 6), dtype=st.sampled_from(["float32", "float16", "bfloat16"])
-)
+@given(seed=st.integers(0, 2**31), count=st.integers(1, 6), dtype=st.sampled_from(["float32", "float16", "bfloat16"]))
 def test_parity_with_empty_states_among_them(backend: str, seed: int, count: int, dtype: str) -> None:
     states = random_states(seed, count, dtype)
     got, want = call(backend, "merge_states", states), call("reference", "merge_states", states)
