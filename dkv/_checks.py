@@ -107,3 +107,23 @@ def check_seq_lens(seq_lens: Any, batch: int, rows: int) -> None:
         low, high = int(seq_lens.min()), int(seq_lens.max())
         if low < 0 or high > rows:
             raise ValueError(f"seq_lens must be 0..{rows}, got {low}..{high}")
+
+
+def check_rows(q: Any, k: Any, v: Any) -> None:
+    """Queries over plain rows."""
+    check_array("q", q, "B Hq Sq D")
+    check_float("q", q)
+    check_array("k", k, "B Hkv Sk D", B=q.shape[0], D=q.shape[3])
+    check_array("v", v, "B Hkv Sk Dv", B=q.shape[0], Hkv=k.shape[1], Sk=k.shape[2])
+    check_float("k", k)
+    check_float("v", v)
+    check_heads(q, k.shape[1])
+
+
+def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float:
+    """What shapes the logits; the scale to use."""
+    check_positive("sm_scale", sm_scale)
+    check_positive("softcap", softcap)
+    if sink is not None:
+        check_array("sink", sink, "Hq", Hq=q.shape[1])
+    return float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)

@@ -91,6 +91,8 @@ def load_blocks(path: str | os.PathLike[str], backend: str | None = None) -> Com
 
 def build_blocks(format_fields: Any, tensors: dict[str, Any]) -> CompressedBlocks:
     """Blocks from named arrays, every shape checked against the format."""
+    from dkv.reference.storage import block_layout
+
     try:
         fmt = BlockFormat(**format_fields)
     except TypeError as error:
@@ -101,7 +103,9 @@ def build_blocks(format_fields: Any, tensors: dict[str, Any]) -> CompressedBlock
     if tensors["anchor_k"].ndim != 4 or tensors["anchor_v"].ndim != 4:
         raise ValueError("anchors of the file must have 4 axes")
     blocks = CompressedBlocks(format=fmt, **tensors)
-    wanted = part_shapes(blocks)
+    dtypes = ("float32", "float32")  # only the shapes matter here
+    layout = block_layout(fmt, blocks.num_kv_heads, blocks.head_dim, blocks.head_dim_v, *dtypes)
+    wanted = {name: (blocks.batch_size, blocks.num_blocks, *shape) for name, (shape, _) in layout.items()}
     given = {name: tuple(part.shape) for name, part in blocks.parts() if name != "block_counts"}
     if given != wanted:
         wrong = sorted(name for name in given.keys() | wanted.keys() if given.get(name) != wanted.get(name))
@@ -110,38 +114,6 @@ def build_blocks(format_fields: Any, tensors: dict[str, Any]) -> CompressedBlock
     if blocks.block_counts is not None and tuple(blocks.block_counts.shape) != (blocks.batch_size,):
         raise ValueError(f"block_counts of the file must have shape ({blocks.batch_size},)")
     return blocks
-
-
-def part_shapes(blocks: CompressedBlocks) -> dict[str, tuple[int, ...]]:
-    """The shape of every part that blocks of this format and these anchors must have."""
-    fmt = blocks.format
-    batch, count, heads, dim = blocks.anchor_k.shape
-    dim_v, size, kept = blocks.anchor_v.shape[3], fmt.block_size, fmt.num_residuals
-    rank, groups = fmt.stored_rank(heads, dim, dim_v), -(-kept // 64)
-    coded, half = fmt.residual_bits < 16, fmt.residual_bits == 4
-    shapes: dict[str, tuple[int, ...]] = {
-        "anchor_k": (heads, dim),
-        "anchor_v": (heads, dim_v),
-        "u": (size, rank),
-        "u_unit": (),
-        "basis_k": (heads, rank, dim),
-        "residual_indices": (kept,),
-        "residual_k": (heads, kept, -(-dim // 2) if half else dim),
-        "residual_v": (heads, kept, -(-dim_v // 2) if half else dim_v),
-    }
-    if fmt.factor_bits == 8:
-        shapes.update({"u_scale": (size,), "basis_k_scale": (rank,)})
-    if not fmt.keeps_every_row:
-        shapes.update({"basis_v": (heads, rank, dim_v), "v_gain": ()})
-        if fmt.factor_bits == 8:
-            shapes["basis_v_scale"] = (rank,)
-    if coded:
-        shapes.update({name: (heads, groups, dim) for name in ("residual_k_scale", "residual_k_min")})
-        shapes.update({name: (heads, kept) for name in ("residual_v_scale", "residual_v_min")})
-        shapes.update({"residual_k_unit": (heads,), "residual_v_unit": (heads,)})
-    if fmt.minmax:
-        shapes.update({"k_min": (heads, dim), "k_max": (heads, dim)})
-    return {name: (batch, count, *shape) for name, shape in shapes.items()}
 
 
 # caches of dkv.integrations.transformers

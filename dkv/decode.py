@@ -62,11 +62,11 @@ def _blocks_op(name, q, blocks, block_indices, sm_scale, softcap, backend):
     check.check_blocks(blocks)
     check.check_query(q, blocks)
     check.check_integers("block_indices", block_indices, "B Hkv W", B=blocks.batch_size, Hkv=blocks.num_kv_heads)
-    _check_scales(sm_scale, softcap)
+    scale = check.check_logits(q, sm_scale, softcap)
     chosen = resolve(backend, q=q, blocks=blocks.anchor_k, block_indices=block_indices)
     check.check_device(q=q, blocks=blocks.anchor_k, block_indices=block_indices)
     fn = getattr(op_module(chosen, "decode"), name)
-    return AttentionState(*fn(q, blocks, block_indices, _scale(q, sm_scale), softcap))
+    return AttentionState(*fn(q, blocks, block_indices, scale, softcap))
 
 
 def exact_attention(
@@ -111,24 +111,16 @@ def exact_attention(
     AttentionState
         A query that sees no key gives out 0 and lse -inf (or the sink's logit).
     """
-    check.check_array("q", q, "B Hq Sq D")
-    check.check_float("q", q)
-    check.check_array("k", k, "B Hkv Sk D", B=q.shape[0], D=q.shape[3])
-    check.check_array("v", v, "B Hkv Sk Dv", B=q.shape[0], Hkv=k.shape[1], Sk=k.shape[2])
-    check.check_float("k", k)
-    check.check_float("v", v)
-    check.check_heads(q, k.shape[1])
+    check.check_rows(q, k, v)
     check.check_flag("causal", causal)
     check.check_seq_lens(seq_lens, q.shape[0], k.shape[2])
     check.check_count("window", window, 1, optional=True)
-    if sink is not None:
-        check.check_array("sink", sink, "Hq", Hq=q.shape[1])
     check.check_choice("lse_base", lse_base, ("e", "2"))
-    _check_scales(sm_scale, softcap)
+    scale = check.check_logits(q, sm_scale, softcap, sink)
     chosen = resolve(backend, q=q, k=k, v=v, seq_lens=seq_lens, sink=sink)
     check.check_device(q=q, k=k, v=v, seq_lens=seq_lens, sink=sink)
     fn = op_module(chosen, "decode").exact_attention
-    out, lse = fn(q, k, v, causal, seq_lens, window, softcap, sink, _scale(q, sm_scale))
+    out, lse = fn(q, k, v, causal, seq_lens, window, softcap, sink, scale)
     return AttentionState(out, lse if lse_base == "e" else lse / math.log(2.0))
 
 
@@ -187,9 +179,7 @@ def decode_attention(
         check.check_float("v_window", v_window)
     check.check_seq_lens(seq_lens, q.shape[0], rows)
     check.check_count("window", window, 1, optional=True)
-    if sink is not None:
-        check.check_array("sink", sink, "Hq", Hq=q.shape[1])
-    _check_scales(sm_scale, softcap)
+    scale = check.check_logits(q, sm_scale, softcap, sink)
     arrays = {"q": q, "blocks": blocks.anchor_k, "k_window": k_window, "v_window": v_window}
     arrays |= {"block_indices": block_indices, "seq_lens": seq_lens, "sink": sink}
     chosen = resolve(backend, **arrays)
@@ -209,14 +199,4 @@ def decode_attention(
     else:
         check.check_integers("block_indices", block_indices, "B Hkv W", B=blocks.batch_size, Hkv=blocks.num_kv_heads)
     fn = op_module(chosen, "decode").decode_attention
-    scale = _scale(q, sm_scale)
     return AttentionState(*fn(q, blocks, k_window, v_window, block_indices, seq_lens, window, softcap, sink, scale))
-
-
-def _scale(q: Any, sm_scale: float | None) -> float:
-    return float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)
-
-
-def _check_scales(sm_scale: float | None, softcap: float | None) -> None:
-    check.check_positive("sm_scale", sm_scale)
-    check.check_positive("softcap", softcap)

@@ -46,20 +46,10 @@ def prefill_attention(
     """
     config = DKVConfig() if config is None else config
     check.check_config(config)
-    check.check_array("q", q, "B Hq Sq D")
-    check.check_float("q", q)
-    check.check_array("k", k, "B Hkv Sk D", B=q.shape[0], D=q.shape[3])
-    check.check_array("v", v, "B Hkv Sk Dv", B=q.shape[0], Hkv=k.shape[1], Sk=k.shape[2])
-    check.check_float("k", k)
-    check.check_float("v", v)
-    check.check_heads(q, k.shape[1])
-    if sink is not None:
-        check.check_array("sink", sink, "Hq", Hq=q.shape[1])
-    check.check_positive("sm_scale", sm_scale)
-    check.check_positive("softcap", softcap)
+    check.check_rows(q, k, v)
+    scale = check.check_logits(q, sm_scale, softcap, sink)
     chosen = resolve(backend, q=q, k=k, v=v, block_indices=block_indices, sink=sink)
     check.check_device(q=q, k=k, v=v, block_indices=block_indices, sink=sink)
-    scale = float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)
     module = op_module(chosen, "prefill")
     size, query_block = config.block_size, config.prefill_block
     if block_indices is None:

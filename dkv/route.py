@@ -57,10 +57,9 @@ def route_blocks(
         raise ValueError(f"sink_blocks + recent_blocks ({sink_blocks} + {recent_blocks}) must not exceed top_k={top_k}")
     check.check_choice("router", router, ROUTERS)
     check.check_choice("share", share, SHARES)
-    check.check_positive("sm_scale", sm_scale)
+    scale = check.check_logits(q, sm_scale, None)
     if router == "minmax" and blocks.k_min is None:
         raise ValueError("router 'minmax' needs k_min and k_max: compress with router='minmax' in the config")
     chosen = resolve(backend, q=q, blocks=blocks.anchor_k)
     check.check_device(q=q, blocks=blocks.anchor_k)
-    scale = sm_scale if sm_scale is not None else blocks.head_dim**-0.5
     return op_module(chosen, "route").route_blocks(q, blocks, top_k, router, share, scale, sink_blocks, recent_blocks)

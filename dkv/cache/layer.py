@@ -14,8 +14,7 @@ from torch import Tensor
 from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
 from dkv.compress import compress_blocks
 from dkv.config import DKVConfig
-from dkv.kernels.torch.decode import attend_rows, lowrank_attention, residual_attention
-from dkv.kernels.torch.merge import merge_states
+from dkv.kernels.torch.decode import attend_rows, merge_selected
 from dkv.kernels.torch.route import route_blocks
 from dkv.types import CompressedBlocks
 
@@ -134,13 +133,10 @@ class LayerCache:
             last = torch.tensor(self.rows, device=q.device)[:, None] - 1
         wide = q.float()  # partial outputs stay float32 until the merge
         k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
-        states = [attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)]
+        state = attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)
         if self.blocks is not None:
-            chosen = self._route(wide, padding, scale)
-            states.append(lowrank_attention(wide, self.blocks, chosen, scale, softcap))
-            if self.blocks.num_residuals:
-                states.append(residual_attention(wide, self.blocks, chosen, scale, softcap))
-        return merge_states([state[0] for state in states], [state[1] for state in states])[0].to(q.dtype)
+            state = merge_selected(state, wide, self.blocks, self._route(wide, padding, scale), scale, softcap)
+        return state[0].to(q.dtype)
 
     def _route(self, q: Tensor, padding: Tensor | None, scale: float) -> Tensor:
         assert self.blocks is not None

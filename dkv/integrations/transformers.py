@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from dkv import _files
 from dkv.cache import LayerCache
 from dkv.config import DKVConfig
-from dkv.kernels.torch.decode import capped, softmax_weights
+from dkv.kernels.torch.decode import capped, softmax_with_sink
 
 NAME = "dkv"
 FULL_ATTENTION = "full_attention"
@@ -343,11 +343,7 @@ def _dense(
     elif mask.dtype != torch.bool:
         mask = mask > torch.finfo(mask.dtype).min / 2
     logits = torch.where(mask if mask.ndim == 2 else mask[:, :, None], logits, -torch.inf)
-    if sink is not None:
-        extra = sink.float().view(1, heads_kv, -1, 1, 1).expand(*logits.shape[:4], 1)
-        weight = softmax_weights(torch.cat([logits, extra], dim=-1), (4,))[0][..., :-1]
-    else:
-        weight = softmax_weights(logits, (4,))[0]
+    weight, _ = softmax_with_sink(logits, None if sink is None else sink.view(heads_kv, -1, 1, 1))
     out = (weight @ value.float().unsqueeze(2)).flatten(1, 2)
     return out.to(query.dtype).transpose(1, 2).contiguous()
 

@@ -40,9 +40,17 @@ def softmax_weights(logits: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tens
     weight = (logits - safe_peak).exp()
     total = weight.sum(dims, keepdim=True)
     lse = torch.where(peak == -torch.inf, -torch.inf, safe_peak + total.log())
-    for dim in sorted(dims, reverse=True):
-        lse = lse.squeeze(dim)
+    lse = lse.squeeze(dims)
     return weight / torch.where(total > 0, total, 1.0), lse
+
+
+def softmax_with_sink(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights over the last axis and their lse; ``sink``, which broadcasts to ``[..., 1]``, joins the denominator."""
+    if sink is None:
+        return softmax_weights(logits, (-1,))
+    extra = sink.to(logits.dtype).expand(*logits.shape[:-1], 1)
+    weight, lse = softmax_weights(torch.cat([logits, extra], dim=-1), (-1,))
+    return weight[..., :-1], lse
 
 
 def empty_state(q: Tensor, dim_v: int, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -71,8 +79,7 @@ def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):
     batch, heads, rows, _ = grouped.shape
     width = block_indices.shape[2]
     if width == 0 or blocks.num_blocks == 0:
-        out = grouped.new_zeros(batch, heads, rows, blocks.head_dim_v)
-        return ungrouped(q, out, grouped.new_full((batch, heads, rows), -torch.inf))
+        return empty_state(q, blocks.head_dim_v, None)
     block_indices = distinct_slots(block_indices, blocks)
     per_block = 4 * batch * heads * blocks.block_size * (2 * rows + blocks.head_dim + blocks.head_dim_v)
     step = max(1, WORKSPACE_BYTES // max(1, per_block))
@@ -102,12 +109,16 @@ def lowrank_logits(q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_sca
     """Scaled logits of the low-rank rows, ``[B, H, W, M, S]``, and ``u`` as numbers up to its scales."""
     dtype = q.dtype
     anchor = torch.einsum("bhmd,bhwd->bhwm", q, chosen.per_head("anchor_k", dtype))
-    query = q[:, :, None] @ chosen.per_head("basis_k", dtype).mT  # [B, H, W, M, r]
-    if blocks.basis_k_scale is not None:
-        query = query * chosen.shared("basis_k_scale", dtype)[..., None, :]
+    query = rank_queries(q, blocks, chosen)
     u = chosen.shared("u", dtype)  # [B, H, W, S, r]
     scores = (query @ u.mT) * u_row_scale(blocks, chosen, dtype)[..., None, :]
     return (anchor[..., None] + scores) * sm_scale, u
+
+
+def rank_queries(q: Tensor, blocks: CompressedBlocks, chosen: Selected) -> Tensor:
+    """Queries in each block's rank space, ``[B, H, W, M, r]``."""
+    query = q[:, :, None] @ chosen.per_head("basis_k", q.dtype).mT
+    return query if blocks.basis_k_scale is None else query * chosen.shared("basis_k_scale", q.dtype)[..., None, :]
 
 
 def u_row_scale(blocks: CompressedBlocks, chosen: Selected, dtype: torch.dtype) -> Tensor:
@@ -171,7 +182,7 @@ def _residual_piece(
 ) -> tuple[Tensor, Tensor]:
     dtype, kept, bits = q.dtype, blocks.num_residuals, blocks.format.residual_bits
     if kept == 0:
-        return q.new_zeros(*q.shape[:3], blocks.head_dim_v), q.new_full(q.shape[:3], -torch.inf)
+        return empty_state(q, blocks.head_dim_v, None)
     logits = capped(residual_logits(q, blocks, chosen, sm_scale), softcap)
     logits = torch.where(chosen.valid[..., None, None], logits, -torch.inf)
     weight, lse = softmax_weights(logits, (2, 4))
@@ -243,12 +254,7 @@ def attend_rows(
         seen = _seen(slots, last, first, slice(i, i + step))
         if seen is not None:
             logits = torch.where(seen, logits, -torch.inf)
-        if sink is not None:
-            extra = sink.to(wide).view(1, heads_kv, group, 1, 1).expand(*logits.shape[:4], 1)
-            weight, lse = softmax_weights(torch.cat([logits, extra], dim=-1), (4,))
-            weight = weight[..., :-1]
-        else:
-            weight, lse = softmax_weights(logits, (4,))
+        weight, lse = softmax_with_sink(logits, None if sink is None else sink.view(heads_kv, group, 1, 1))
         out = weight.flatten(2, 3) @ v
         outs.append(out.reshape(batch, heads, -1, v.shape[-1]))
         lses.append(lse.reshape(batch, heads, -1))
@@ -279,14 +285,27 @@ def decode_attention(
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Low-rank, residual and window parts, merged."""
-    if k_window is None or v_window is None:
-        k_window = q.new_zeros(q.shape[0], blocks.num_kv_heads, 0, q.shape[-1])
-        v_window = q.new_zeros(q.shape[0], blocks.num_kv_heads, 0, blocks.head_dim_v)
     wide = q.to(accumulation_dtype(q.dtype))  # partial outputs stay wide until the merge
-    states = [exact_attention(wide, k_window, v_window, True, seq_lens, window, softcap, sink, sm_scale)]
-    if blocks.num_blocks and block_indices.shape[2]:
-        states.append(lowrank_attention(wide, blocks, block_indices, sm_scale, softcap))
-        if blocks.num_residuals:
-            states.append(residual_attention(wide, blocks, block_indices, sm_scale, softcap))
-    out, lse = merge_states([s[0] for s in states], [s[1] for s in states])
+    if k_window is None or v_window is None:
+        exact = empty_state(wide, blocks.head_dim_v, sink)
+    else:
+        exact = exact_attention(wide, k_window, v_window, True, seq_lens, window, softcap, sink, sm_scale)
+    out, lse = merge_selected(exact, wide, blocks, block_indices, sm_scale, softcap)
     return out.to(q.dtype), lse
+
+
+def merge_selected(
+    exact: tuple[Tensor, Tensor],
+    q: Tensor,
+    blocks: CompressedBlocks,
+    block_indices: Tensor,
+    sm_scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The state of the exact rows merged with both parts of the selected blocks."""
+    states = [exact]
+    if blocks.num_blocks and block_indices.shape[2]:
+        states.append(lowrank_attention(q, blocks, block_indices, sm_scale, softcap))
+        if blocks.num_residuals:
+            states.append(residual_attention(q, blocks, block_indices, sm_scale, softcap))
+    return merge_states([s[0] for s in states], [s[1] for s in states])

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .decode import WORKSPACE_BYTES, accumulation_dtype, capped, distinct, empty_state, softmax_weights
+from .decode import (
+    WORKSPACE_BYTES,
+    accumulation_dtype,
+    capped,
+    distinct,
+    empty_state,
+    softmax_weights,
+    softmax_with_sink,
+)
 
 KEY_SUB_BLOCK = 32
 QUERY_SUB_BLOCK = 16
@@ -54,9 +62,7 @@ def select_key_blocks(
     near = (slots + 1) * block_size > (starts - prefill_window)[:, None]
     pinned = candidate & (near | (slots == 0))
     width = _width(count, block_size, prefill_block, top_k, prefill_window)
-    room = torch.maximum(pinned.sum(-1), torch.tensor(top_k, device=q.device))[
-        :, None
-    ]  # pinned blocks are never dropped
+    room = pinned.sum(-1, keepdim=True).clamp(min=top_k)  # pinned blocks are never dropped
     key = torch.where(pinned, torch.inf, torch.where(candidate, scores, -1.0))
     order = key.sort(dim=-1, descending=True, stable=True).indices[..., :width]
     usable = (order * block_size <= ends[:, None]) & (torch.arange(width, device=q.device) < room)
@@ -120,12 +126,7 @@ def prefill_attention(
         seen = seen & (slot < keys)[..., None, None, :]
         part_v = torch.where(used[..., None], part_v, 0.0)  # unused slots point at a block that was not selected
         logits = torch.where(seen, logits, -torch.inf)
-        if sink is not None:
-            extra = sink.to(wide).view(1, heads_kv, 1, group, 1, 1).expand(*logits.shape[:5], 1)
-            weight, lse = softmax_weights(torch.cat([logits, extra], dim=-1), (5,))
-            weight = weight[..., :-1]
-        else:
-            weight, lse = softmax_weights(logits, (5,))
+        weight, lse = softmax_with_sink(logits, None if sink is None else sink.view(heads_kv, 1, group, 1, 1))
         outs.append((weight.flatten(3, 4) @ part_v).unflatten(3, (group, prefill_block)))
         lses.append(lse)
     # [B, Hkv, n, G, s, Dv] -> [B, Hq, Sq, Dv]

@@ -8,7 +8,7 @@ from torch import Tensor
 from dkv.types import CompressedBlocks
 
 from ._storage import Selected
-from .decode import WORKSPACE_BYTES, grouped_queries, residual_logits, residual_mask, u_row_scale
+from .decode import WORKSPACE_BYTES, grouped_queries, rank_queries, residual_logits, residual_mask, u_row_scale
 
 
 def route_blocks(
@@ -73,10 +73,8 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
         "residual": blocks.num_residuals * (rows + dim),
     }
     step = max(1, WORKSPACE_BYTES // max(1, 8 * batch * heads * width[router]))
-    pieces = []
-    for i in range(0, blocks.num_blocks, step):
-        pieces.append(score(grouped, _slice_blocks(blocks, i, step), sm_scale))
-    return torch.cat(pieces, dim=-1)
+    starts = range(0, blocks.num_blocks, step)
+    return torch.cat([score(grouped, _slice_blocks(blocks, i, step), sm_scale) for i in starts], dim=-1)
 
 
 def _slice_blocks(blocks: CompressedBlocks, start: int, count: int) -> CompressedBlocks:
@@ -93,11 +91,8 @@ def _lowrank(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
     batch, heads, rows, _ = q.shape
     count = blocks.num_blocks
     anchor = torch.einsum("bhmd,bhnd->bnhm", q, every.per_head("anchor_k", q.dtype)).flatten(2)
-    query = q[:, :, None] @ every.per_head("basis_k", q.dtype).mT  # [B, H, N, M, r]
-    if blocks.basis_k_scale is not None:
-        query = query * every.shared("basis_k_scale", q.dtype)[..., None, :]
     # one product per block for all heads: [B, N, H * M, r] @ [B, N, r, S]
-    query = query.permute(0, 2, 1, 3, 4).flatten(2, 3)
+    query = rank_queries(q, blocks, every).permute(0, 2, 1, 3, 4).flatten(2, 3)
     logits = query @ every.shared("u", q.dtype)[:, 0].mT
     logits = (logits * u_row_scale(blocks, every, q.dtype)[:, 0, :, None] + anchor[..., None]) * sm_scale
     if blocks.format.keeps_every_row:
