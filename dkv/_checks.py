@@ -127,3 +127,10 @@ def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float
     if sink is not None:
         check_array("sink", sink, "Hq", Hq=q.shape[1])
     return float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)
+
+
+def check_format(config: DKVConfig, dtype: str) -> None:
+    """16-bit factors are stored in the cache's own 16-bit dtype, and as float16 in a float32 cache."""
+    refused = {"fp16": ("bfloat16",), "bf16": ("float16", "float32")}.get(config.format, ())
+    if dtype in refused:
+        raise ValueError(f"format {config.format!r} cannot store factors of a {dtype} cache")

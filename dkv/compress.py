@@ -52,9 +52,7 @@ def compress_blocks(
         raise ValueError(f"k and v need heads and channels, got {list(k.shape)} and {list(v.shape)}")
     if k.shape[2] % config.block_size:
         raise ValueError(f"k must hold a multiple of block_size={config.block_size} tokens, got {k.shape[2]}")
-    wrong = {"fp16": "bfloat16", "bf16": "float16"}.get(config.format)
-    if check.dtype_name(k) == wrong or (config.format == "bf16" and check.dtype_name(k) == "float32"):
-        raise ValueError(f"format {config.format!r} cannot store factors of a {check.dtype_name(k)} cache")
+    check.check_format(config, check.dtype_name(k))
     chosen = resolve(backend, k=k, v=v, token_weight=token_weight)
     check.check_device(k=k, v=v, token_weight=token_weight)
     size = config.block_size

@@ -190,9 +190,14 @@ def test_a_model_that_was_not_attached_is_refused_before_a_wrong_number():
     model, ids, _ = _llama()
     detach(model)
     cache = DKVCache(model, EXACT)
-    model(ids[:, :20], past_key_values=cache)  # nothing was cached before: the new rows are all rows
     with pytest.raises(RuntimeError, match="attach"):
-        model(ids[:, 20:21], past_key_values=cache)
+        model(ids[:, :20], past_key_values=cache)
+    attach(model, EXACT)
+    model(ids[:, :20], past_key_values=cache)
+    detach(model)
+    for each in (cache, copy.deepcopy(cache)):
+        with pytest.raises(RuntimeError, match="attach"):
+            model(ids[:, 20:21], past_key_values=each)
 
 
 def test_memory_shrinks_when_blocks_close():
@@ -202,7 +207,7 @@ def test_memory_shrinks_when_blocks_close():
     q, k, v = torch.randn(1, 4, 2000, 64), torch.randn(1, 2, 2000, 64), torch.randn(1, 2, 2000, 64)
     layer.attend(q, k, v)
     assert layer.block_counts == [7]
-    assert layer.k_rows.shape[2] == 16 + 64 + 256
+    assert layer.k_rows.shape[2] == 256  # 208 rows are left, in whole blocks
     assert layer.nbytes == sum(tensor.nbytes for tensor in layer.tensors().values()) < layer.dense_nbytes / 2.5
 
 

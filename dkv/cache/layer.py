@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dkv._checks import check_count
 from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
 from dkv.compress import compress_blocks
 from dkv.config import DKVConfig
 from dkv.kernels.torch.decode import attend_rows, merge_selected
+from dkv.kernels.torch.merge import saturated
 from dkv.kernels.torch.route import route_blocks
 from dkv.types import CompressedBlocks
 
@@ -136,7 +138,7 @@ class LayerCache:
         state = attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)
         if self.blocks is not None:
             state = merge_selected(state, wide, self.blocks, self._route(wide, padding, scale), scale, softcap)
-        return state[0].to(q.dtype)
+        return saturated(state[0], q.dtype)
 
     def _route(self, q: Tensor, padding: Tensor | None, scale: float) -> Tensor:
         assert self.blocks is not None
@@ -159,8 +161,8 @@ class LayerCache:
             raise ValueError(f"k must have the cache's batch size {self.batch_size}, got {batch}")
         if not self.tokens:
             self.tokens, self.rows, self.block_counts = [0] * batch, [0] * batch, [0] * batch
-        if padding is not None and bool(padding.all()):
-            padding = None
+        if padding is not None:
+            padding = None if bool(padding.all()) else padding.expand(batch, -1)
         if padding is not None or self.real is not None:
             new = torch.ones(batch, length, dtype=torch.bool, device=k.device) if padding is None else padding
             old = self.real
@@ -211,6 +213,7 @@ class LayerCache:
         A block closes once the window holds ``window + block_size`` rows, so the same blocks close at the same tokens
         however the tokens came.
         """
+        check_count("window", window)
         size = self.config.block_size
         sinks = [min(token, self.config.sink_tokens) for token in self.tokens]
         due = [max(0, (row - sink - window) // size) for row, sink in zip(self.rows, sinks, strict=True)]
@@ -225,7 +228,7 @@ class LayerCache:
         self.blocks = join_blocks(self.blocks, self.block_counts, new, due)
         self.block_counts = [a + b for a, b in zip(self.block_counts, due, strict=True)]
         left = [row - count * size for row, count in zip(self.rows, due, strict=True)]
-        capacity = max(self.config.sink_tokens + self.config.window + size, -(-max(left) // size) * size)
+        capacity = -(-max(left) // size) * size
         self.k_rows = self._without(self.k_rows, sinks, due, capacity)
         self.v_rows = self._without(self.v_rows, sinks, due, capacity)
         self.rows = left
@@ -282,7 +285,13 @@ class LayerCache:
         """Make the batch the sequences of ``index``, repeats allowed (beam search, batch selection)."""
         if not self.tokens:
             return
-        picked = torch.as_tensor(index).long().tolist()
+        index = torch.as_tensor(index)
+        if index.dtype == torch.bool:
+            raise TypeError("index must hold sequence numbers, got bools")
+        picked = index.long().tolist()
+        if not picked:
+            self.reset()
+            return
         if any(not -self.batch_size <= i < self.batch_size for i in picked):
             raise IndexError(f"index must name sequences 0..{self.batch_size - 1}, got {picked}")
         assert self.k_rows is not None

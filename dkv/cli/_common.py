@@ -29,7 +29,7 @@ ModelOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps.")]
-SeedOption = Annotated[int, typer.Option(help="Decides every random choice.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Decides every random choice.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
 RankOption = Annotated[int, typer.Option(help="Rank of the low-rank part, 1 to 128.")]
 BlockSizeOption = Annotated[int, typer.Option(help="Tokens in a compressed block, 2 to 256.")]

@@ -68,10 +68,11 @@ def decode(
 
     if min(lengths) <= config.block_size:
         raise CliError(f"--contexts must be more than {config.block_size}, the size of one block")
-    with err.status("Starting") as status:
-        rows = measure.run(
-            lengths, getattr(torch, dtype), config, repeats, seed, device, progress=lambda label: status.update(label)
-        )
+    try:
+        with err.status("Starting") as status:
+            rows = measure.run(lengths, getattr(torch, dtype), config, repeats, seed, device, progress=status.update)
+    except (AssertionError, RuntimeError, MemoryError) as error:  # torch without that device, or not enough memory
+        raise CliError(f"cannot run on {device!r}: {' '.join(str(error).split())[:200]}") from error
     table = Table(title=f"One decode step of one layer, {dtype}, {rows[0]['threads']} threads, median of {repeats}")
     for column in ("context", "DKV ms", "best dense ms", "SDPA ms", "dense / DKV"):
         table.add_column(column, justify="right")

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dkv import _files
+from dkv._checks import check_format
 from dkv.cache import LayerCache
+from dkv.cache.files import load_cache, save_cache
 from dkv.config import DKVConfig
 from dkv.kernels.torch.decode import capped, softmax_with_sink
 
@@ -52,9 +53,10 @@ def attach(model: PreTrainedModel, config: DKVConfig | None = None) -> PreTraine
     _layer_kinds(model.config)
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    if model.config._attn_implementation != NAME:
-        model._dkv_before = model.config._attn_implementation
-        model.set_attn_implementation(NAME)
+    if getattr(model, "_dkv_before", None) is None:
+        before = model.config._attn_implementation
+        model._dkv_before = "sdpa" if before == NAME else before  # another model attached a config that both share
+    model.set_attn_implementation(NAME)
     model._dkv_config = config
     return model
 
@@ -81,21 +83,27 @@ class DKVLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, config: DKVConfig) -> None:
+    def __init__(self, config: DKVConfig, attention_name: Callable[[], str]) -> None:
         super().__init__()
         self.state = LayerCache(config)
+        self._attention_name = attention_name  # a function, so that a deep copy still asks the model's own config
         self._pending: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def pending(self) -> bool:
+        return self._pending is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hand the new rows to the attention function, which stores them; it finds this layer on the key."""
+        if self._attention_name() != NAME:
+            raise RuntimeError("the model does not attend through dkv: call attach(model, config) first")
         if self._pending is not None:
             self._pending = None
             raise RuntimeError(
-                "a DKVCache layer was updated twice without attention in between: call attach(model, config) first, "
-                "and use one cache from one thread at a time"
+                "a DKVCache layer was updated twice without attention in between: use a cache from one thread only"
             )
         self.is_initialized = True
         self._pending = (key_states, value_states)
@@ -136,7 +144,8 @@ class DKVLayer(CacheLayerMixin):
         self.state.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.state.select(torch.arange(self.state.batch_size)[torch.as_tensor(indices).cpu()])
+        if self.state.batch_size:
+            self.state.select(torch.arange(self.state.batch_size)[torch.as_tensor(indices).cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.state.select(torch.arange(self.state.batch_size).repeat_interleave(repeats))
@@ -170,15 +179,19 @@ class DKVCache(Cache):
         model_config = model.config if isinstance(model, PreTrainedModel) else model
         if not isinstance(model_config, PreTrainedConfig):
             raise TypeError(f"model must be a transformers model or config, got {type(model).__qualname__}")
+        if isinstance(model, PreTrainedModel):
+            check_format(config, str(model.dtype).rpartition(".")[2])
         kinds, settings = _layer_kinds(model_config)
+        text = model_config.get_text_config(decoder=True)
         super().__init__(
             layers=[
-                DKVLayer(config) if kind == FULL_ATTENTION else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs)
+                DKVLayer(config, lambda: text._attn_implementation)
+                if kind == FULL_ATTENTION
+                else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs)
                 for kind, kwargs in zip(kinds, settings, strict=True)
             ]
         )
         self.config = config
-        text = model_config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.kv_shape = (heads, dim)  # what a loaded file must hold
@@ -187,6 +200,24 @@ class DKVCache(Cache):
     def dkv_layers(self) -> list[LayerCache]:
         """The compressed layers' caches, in the model's order."""
         return [layer.state for layer in self.layers if isinstance(layer, DKVLayer)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As in transformers; refuses a step whose layers have not all seen the same tokens."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, DKVLayer):
+            own = [other for other in self.layers if isinstance(other, DKVLayer)]
+            if layer is own[0]:
+                in_step = len({other.state.offset for other in own}) == 1 and not any(other.pending for other in own)
+            else:
+                in_step = own[0].state.offset == layer.state.offset + key_states.shape[2]
+            if not in_step:
+                raise RuntimeError(
+                    "the layers of this DKVCache have seen different tokens, as after an interrupted step: "
+                    "reset() it, or go on from a copy made before"
+                )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def batch_size(self) -> int:
@@ -234,7 +265,7 @@ class DKVCache(Cache):
 
     def save(self, path: str) -> None:
         """Write the cache to a versioned safetensors file, through a temporary file and an atomic rename."""
-        _files.save_cache(self, path)
+        save_cache(self, path)
 
     def load(self, path: str, device: str | torch.device = "cpu") -> DKVCache:
         """Fill this cache from a file; layers, shapes and config must be this cache's. Returns itself.
@@ -244,7 +275,7 @@ class DKVCache(Cache):
         ValueError
             Names the field that differs; nothing was loaded then.
         """
-        _files.load_cache(self, path, device)
+        load_cache(self, path, device)
         return self
 
 
@@ -301,26 +332,46 @@ def attention_forward(
     if sliding_window is not None:
         raise NotImplementedError("a full-attention layer asked for a sliding window; DKVCache cannot tell which it is")
     k, v = layer.take()
-    padding = _padding(attention_mask, layer.state.offset, query.shape[2])
+    padding = _padding(attention_mask, layer.state, query.shape[2])
     out = layer.state.attend(query, k, v, padding=padding, sm_scale=scaling, softcap=softcap, sink=s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _padding(mask: Tensor | None, offset: int, length: int) -> Tensor | None:
-    """The chunk's columns of the padding mask ``[B, length]``; a prepared 4-D mask must be causal with padding."""
+def _padding(mask: Tensor | None, state: LayerCache, length: int) -> Tensor | None:
+    """The chunk's columns of the padding mask, ``[B, length]``.
+
+    A prepared 4-D mask must be causal with padding; no mask may hide or show a stored position other than it was.
+    """
     if mask is None:
         return None
+    offset = state.offset
     if mask.ndim == 4:
-        keep = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        if keep.shape[-1] != offset + length or keep.shape[1] != 1:
+        keep = _kept(mask)
+        if keep.shape[1:] != (1, length, offset + length):
             raise ValueError(f"attention_mask must be [B, 1, {length}, {offset + length}], got {list(mask.shape)}")
         keep = keep[:, 0]
-        mask = keep[:, -1]  # the last query sees every real position
+        new = keep[:, :, offset:].diagonal(dim1=1, dim2=2)  # a real position sees itself
+        past = (keep[:, :, :offset] & new[:, :, None]).any(1)
+        if not bool(new.any(1).all()):  # a sequence of padding alone tells nothing of its past
+            past = torch.where(new.any(1, keepdim=True), past, True if state.real is None else state.real)
+        mask = torch.cat([past, new], dim=1)
         causal = torch.ones(length, offset + length, dtype=torch.bool, device=mask.device).tril(offset)
-        real = mask[:, offset:, None]
-        if bool(((keep != (causal & mask[:, None])) & real).any()):
+        if bool(((keep != (causal & mask[:, None])) & new[:, :, None]).any()):
             raise NotImplementedError("DKVCache takes causal masks with padding only; this 4-D mask is another pattern")
+    stored = mask[:, :offset]
+    if not bool((stored if state.real is None else stored == state.real).all()):
+        raise NotImplementedError("attention_mask differs from the padding these positions were stored with")
     return mask[:, offset : offset + length]
+
+
+def _kept(mask: Tensor) -> Tensor:
+    """An additive mask (0 keeps, the dtype's minimum or -inf drops) or a boolean one as booleans, True keeps."""
+    if mask.dtype == torch.bool:
+        return mask
+    dropped = mask <= torch.finfo(mask.dtype).min / 2
+    if not bool((dropped | (mask == 0)).all()):
+        raise NotImplementedError("DKVCache takes masks that keep or drop; this one adds a bias to the logits")
+    return ~dropped
 
 
 def _dense(
@@ -341,6 +392,7 @@ def _dense(
         length, keys = logits.shape[-2:]
         mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
     elif mask.dtype != torch.bool:
+        logits = logits + mask[:, :, None]
         mask = mask > torch.finfo(mask.dtype).min / 2
     logits = torch.where(mask if mask.ndim == 2 else mask[:, :, None], logits, -torch.inf)
     weight, _ = softmax_with_sink(logits, None if sink is None else sink.view(heads_kv, -1, 1, 1))

@@ -8,6 +8,7 @@ from torch import Tensor
 from dkv.types import RESIDUAL_GROUP, BlockFormat, CompressedBlocks
 
 from ._storage import codes_to_float, group_count, pack_nibbles, power_of_two_above, quantise_affine, quantise_signed
+from .merge import saturated
 
 WORKSPACE_BYTES = 128 << 20  # blocks compressed together; the result of a block does not depend on it
 ROW_NORM_FLOOR = 1e-5
@@ -204,7 +205,7 @@ def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
             ..., None, None, None
         ]
     dtype = blocks.anchor_k.dtype
-    k, v = _saturated(k, dtype), _saturated(v, blocks.anchor_v.dtype)
+    k, v = saturated(k, dtype), saturated(v, blocks.anchor_v.dtype)
     k[:, :, :, 0], v[:, :, :, 0] = blocks.anchor_k, blocks.anchor_v
     rows_k, rows_v = residual_rows(blocks)
     where = blocks.residual_indices.long()
@@ -212,17 +213,12 @@ def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
         beyond = torch.arange(blocks.num_blocks, device=k.device) >= blocks.block_counts[:, None]  # [B, N]
         where = where.masked_fill(beyond[:, :, None], 0)
     where = where[:, :, None, :, None]
-    k.scatter_(3, where.expand_as(rows_k), _saturated(rows_k, dtype))
-    v.scatter_(3, where.expand_as(rows_v), _saturated(rows_v, blocks.anchor_v.dtype))
+    k.scatter_(3, where.expand_as(rows_k), saturated(rows_k, dtype))
+    v.scatter_(3, where.expand_as(rows_v), saturated(rows_v, blocks.anchor_v.dtype))
     if blocks.block_counts is not None:
         k, v = (x.masked_fill(beyond[:, :, None, None, None], 0) for x in (k, v))
     # [B, N, H, S, D] -> [B, H, N * S, D]
     return k.transpose(1, 2).flatten(2, 3), v.transpose(1, 2).flatten(2, 3)
-
-
-def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)
 
 
 def _basis(basis: Tensor, scale: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from dkv.types import RESIDUAL_GROUP, CompressedBlocks
 
 from ._storage import Selected, codes_to_float, group_count
-from .merge import merge_states
+from .merge import merge_states, saturated
 
 WORKSPACE_BYTES = 64 << 20  # logits and decoded codes held at one time; more selected blocks are taken in pieces
 
@@ -26,7 +26,8 @@ def grouped_queries(q: Tensor, num_kv_heads: int) -> Tensor:
 def ungrouped(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """``[B, Hkv, G * Sq, Dv] -> [B, Hq, Sq, Dv]`` in q's dtype; lse float32."""
     batch, heads, length = q.shape[:3]
-    return out.reshape(batch, heads, length, out.shape[-1]).to(q.dtype), lse.reshape(batch, heads, length).float()
+    out = saturated(out.reshape(batch, heads, length, out.shape[-1]), q.dtype)
+    return out, lse.reshape(batch, heads, length).float()
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -258,7 +259,7 @@ def attend_rows(
         out = weight.flatten(2, 3) @ v
         outs.append(out.reshape(batch, heads, -1, v.shape[-1]))
         lses.append(lse.reshape(batch, heads, -1))
-    return torch.cat(outs, dim=2).to(q.dtype), torch.cat(lses, dim=2).float()
+    return saturated(torch.cat(outs, dim=2), q.dtype), torch.cat(lses, dim=2).float()
 
 
 def _seen(slots: Tensor, last: Tensor | None, first: Tensor | None, rows: slice) -> Tensor | None:
@@ -291,7 +292,7 @@ def decode_attention(
     else:
         exact = exact_attention(wide, k_window, v_window, True, seq_lens, window, softcap, sink, sm_scale)
     out, lse = merge_selected(exact, wide, blocks, block_indices, sm_scale, softcap)
-    return out.to(q.dtype), lse
+    return saturated(out, q.dtype), lse
 
 
 def merge_selected(

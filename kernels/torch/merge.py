@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``; what lies beyond its range becomes its largest number, as in the reference."""
+    if x.dtype == dtype:
+        return x
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """outs ``[..., Dv]``, lses ``[...]`` (natural log). An lse of -inf or +inf marks an empty state."""
     lse = torch.stack([part.double() if part.dtype == torch.float64 else part.float() for part in lses])
@@ -21,4 +29,4 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     for part, share in zip(outs, weight / torch.where(total > 0, total, 1.0), strict=True):
         # select, do not multiply: an empty state's output may hold anything
         out = out + torch.where((share == 0)[..., None], 0.0, share[..., None] * part.to(wide))
-    return out.to(outs[0].dtype), torch.where(peak == -torch.inf, -torch.inf, safe_peak + total.log()).float()
+    return saturated(out, outs[0].dtype), torch.where(peak == -torch.inf, -torch.inf, safe_peak + total.log()).float()

@@ -14,6 +14,7 @@ from .decode import (
     softmax_weights,
     softmax_with_sink,
 )
+from .merge import saturated
 
 KEY_SUB_BLOCK = 32
 QUERY_SUB_BLOCK = 16
@@ -132,4 +133,4 @@ def prefill_attention(
     # [B, Hkv, n, G, s, Dv] -> [B, Hq, Sq, Dv]
     out = torch.cat(outs, dim=2).transpose(2, 3).reshape(batch, heads, -1, dim_v)[:, :, :length]
     lse = torch.cat(lses, dim=2).transpose(2, 3).reshape(batch, heads, -1)[:, :, :length]
-    return out.to(q.dtype), lse.float()
+    return saturated(out, q.dtype), lse.float()

@@ -1,0 +1,165 @@
+"""Save and load whole caches of ``dkv.integrations.transformers``; all is checked before anything is replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+
+from dkv._files import build_blocks, read, write
+from dkv.cache.layer import LayerCache
+
+LENGTHS = ("offset", "tokens", "rows", "block_counts")
+
+
+def save_cache(cache: Any, path: str | os.PathLike[str]) -> None:
+    tensors: dict[str, Any] = {}
+    layers: list[dict[str, Any]] = []
+    for index, layer in enumerate(cache.layers):
+        state = getattr(layer, "state", None)
+        if state is None:
+            seen = int(layer.get_seq_length()) if layer.is_initialized else 0
+            layers.append({"kind": type(layer).__name__, "seen": seen})
+            held = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+        else:
+            layers.append({"kind": "DKVLayer", **{name: getattr(state, name) for name in LENGTHS}})
+            held = state.tensors()
+            stored = max(state.rows, default=0)
+            held.update({name: held[name][:, :, :stored] for name in ("k_rows", "v_rows") if name in held})
+        tensors.update({f"{index}.{name}": tensor.contiguous().clone() for name, tensor in held.items()})
+    write(path, tensors, {"kind": "cache", "config": cache.config.to_dict(), "layers": layers}, "torch")
+
+
+def load_cache(cache: Any, path: str | os.PathLike[str], device: Any) -> None:
+    tensors, header = read(path, "cache", "torch")
+    _check_config(header.get("config"), cache.config.to_dict())
+    layers = header.get("layers")
+    if not isinstance(layers, list) or not all(isinstance(entry, dict) for entry in layers):
+        raise ValueError(f"layers of the file must be a list of mappings, got {layers!r:.60}")
+    if len(layers) != len(cache.layers):
+        raise ValueError(f"the file holds {len(layers)} layers, this cache has {len(cache.layers)}")
+    loaded: list[tuple[Any, Any]] = []
+    shapes = set()
+    for index, (layer, entry) in enumerate(zip(cache.layers, layers, strict=True)):
+        where = f"layer {index} of the file"
+        own = "DKVLayer" if hasattr(layer, "state") else type(layer).__name__
+        if entry.get("kind") != own:
+            raise ValueError(f"{where} is a {entry.get('kind')!r}, this cache has a {own!r}")
+        prefix = f"{index}."
+        parts = {name[len(prefix) :]: t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
+        if own == "DKVLayer":
+            state = _state(cache.config, entry, parts, where)
+            loaded.append((layer, state))
+            shapes.add((state.offset, state.batch_size))
+        else:
+            loaded.append((layer, (parts, _seen(layer, entry, parts, where))))
+            if parts:
+                shapes.add((entry["seen"], parts["keys"].shape[0]))
+        for name in ("k_rows", "v_rows", "keys", "values"):
+            _check_heads(parts.get(name), cache.kv_shape, where)
+    if len(shapes) > 1:
+        raise ValueError(f"layers of the file must hold the same (tokens, batch size), got {sorted(shapes)}")
+    cache.reset()
+    for layer, content in loaded:
+        if isinstance(content, LayerCache):
+            layer.state, layer.is_initialized = content, content.offset > 0
+        elif content[0]:
+            parts, seen = content
+            layer.lazy_initialization(parts["keys"], parts["values"])
+            layer.keys, layer.values = parts["keys"], parts["values"]
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = seen
+
+
+def _check_config(saved: Any, own: dict[str, Any]) -> None:
+    if not isinstance(saved, dict):
+        raise ValueError(f"config of the file is {saved!r:.60}, not a mapping")
+    for name in [*own, *sorted(set(saved) - set(own))]:
+        if saved.get(name) != own.get(name):
+            raise ValueError(f"{name} of the file is {saved.get(name)!r}, this cache has {own.get(name)!r}")
+
+
+def _check_heads(rows: Any, expected: tuple[int, int], where: str) -> None:
+    if rows is not None and (rows.shape[1], rows.shape[3]) != expected:
+        got = (rows.shape[1], rows.shape[3])
+        raise ValueError(f"{where} has (kv heads, head dim) {got}, the model has {expected}")
+
+
+def _seen(layer: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) -> int:
+    """Tokens that a bounded layer of transformers has seen, its parts checked against it."""
+    seen = entry.get("seen")
+    if not isinstance(seen, int) or isinstance(seen, bool) or seen < 0 or bool(parts) != (seen > 0):
+        raise ValueError(f"{where} must say how many tokens it has seen, got {seen!r} with {sorted(parts)}")
+    if not parts:
+        return 0
+    stored = seen if getattr(layer, "sliding_window", None) is None else min(seen, layer.sliding_window - 1)
+    if set(parts) != {"keys", "values"} or any(part.ndim != 4 or part.shape[2] < stored for part in parts.values()):
+        raise ValueError(f"{where} must hold keys and values of {stored} tokens, got {sorted(parts)}")
+    if parts["keys"].shape[:3] != parts["values"].shape[:3] or parts["keys"].dtype != parts["values"].dtype:
+        raise ValueError(f"{where}: keys and values do not fit each other")
+    return seen
+
+
+def _state(config: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) -> LayerCache:
+    offset, tokens, rows, counts = _lengths(config, entry, where)
+    batch = len(tokens)
+    state = LayerCache(config)
+    if not batch:
+        if offset or parts:
+            raise ValueError(f"{where} holds rows of no sequence")
+        return state
+    for name in ("k_rows", "v_rows"):
+        part = parts.get(name)
+        if part is None or part.ndim != 4 or part.shape[0] != batch or part.shape[2] != max(rows):
+            raise ValueError(f"{where}: {name} must be [{batch}, Hkv, {max(rows)}, D]")
+    k_rows, v_rows = parts["k_rows"], parts["v_rows"]
+    if k_rows.dtype not in (torch.float16, torch.bfloat16, torch.float32) or v_rows.dtype != k_rows.dtype:
+        raise ValueError(f"{where}: k_rows and v_rows must be of one float dtype, got {k_rows.dtype}, {v_rows.dtype}")
+    real = parts.get("real")
+    if real is None:
+        real_tokens = [offset] * batch
+    elif tuple(real.shape) != (batch, offset) or real.dtype != torch.bool:
+        raise ValueError(f"{where}: real must be bool [{batch}, {offset}], got {real.dtype} {tuple(real.shape)}")
+    else:
+        real_tokens = real.sum(1).tolist()
+    if tokens != real_tokens:
+        raise ValueError(f"{where} counts {tokens} tokens in {offset} positions, its padding says {real_tokens}")
+    named = {name[len("blocks.") :]: part for name, part in parts.items() if name.startswith("blocks.")}
+    if bool(named) != any(counts):
+        raise ValueError(f"{where} has {'no ' if not named else ''}blocks, its lengths say otherwise")
+    if named:
+        state.blocks = _blocks(config, named, k_rows, counts, where)
+    state.offset, state.tokens, state.rows, state.block_counts = offset, tokens, rows, counts
+    state.k_rows, state.v_rows, state.real = k_rows, v_rows, real
+    return state
+
+
+def _lengths(config: Any, entry: dict[str, Any], where: str) -> tuple[int, list[int], list[int], list[int]]:
+    values: list[Any] = [entry.get(name) for name in LENGTHS]
+    offset, tokens, rows, counts = values
+    lists = (tokens, rows, counts)
+    if type(offset) is not int or not all(isinstance(x, list) and len(x) == len(tokens) for x in lists):
+        raise ValueError(f"{where} has no lengths")
+    for token, row, count in zip(tokens, rows, counts, strict=True):
+        whole = all(type(x) is int and x >= 0 for x in (token, row, count))
+        if (
+            not whole
+            or row + count * config.block_size != token
+            or token > offset
+            or (count and row < config.sink_tokens)
+        ):
+            raise ValueError(f"{where} has lengths that do not fit: {token} tokens, {row} rows, {count} blocks")
+    return offset, tokens, rows, counts
+
+
+def _blocks(config: Any, named: dict[str, Any], k_rows: Any, counts: list[int], where: str) -> Any:
+    blocks = build_blocks(dataclasses.asdict(config.block_format), named)
+    got = (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks, blocks.head_dim)
+    if got != (len(counts), k_rows.shape[1], max(counts), k_rows.shape[3]) or blocks.anchor_k.dtype != k_rows.dtype:
+        raise ValueError(f"{where}: blocks do not fit its rows")
+    held = [blocks.num_blocks] * len(counts) if blocks.block_counts is None else blocks.block_counts.tolist()
+    if held != counts:
+        raise ValueError(f"{where}: block_counts are {held}, its lengths say {counts}")
+    return blocks
