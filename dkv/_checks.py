@@ -71,9 +71,14 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, plain: bool = False) -> None:
+    """``plain`` where one config stands for all heads that are given."""
     if not isinstance(config, DKVConfig):
         raise TypeError(f"config must be a DKVConfig, got {type(config).__qualname__}")
+    if plain and config.tiers:
+        raise ValueError(
+            "config has tiers: use cfg.head_groups(layer, num_kv_heads) and give each group's heads with its own config"
+        )
 
 
 def check_blocks(blocks: Any) -> None:

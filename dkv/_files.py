@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,18 @@ import numpy as np
 from dkv._checks import DTYPES, dtype_name
 from dkv.types import BlockFormat, CompressedBlocks
 
-VERSION = 1
+VERSIONS = {"blocks": 1, "cache": 2}  # by kind
 CACHE_DTYPE = "float64"  # stands for the cache's dtype in a layout: no part is float64
 REQUIRED = {"anchor_k", "anchor_v", "u", "u_unit", "basis_k", "residual_indices", "residual_k", "residual_v"}
 
 
-def write(path: str | os.PathLike[str], tensors: dict[str, Any], header: dict[str, Any], library: str) -> None:
-    """Write through a temporary file in the same folder and an atomic rename."""
-    save = _safetensors(library).save_file
-    metadata = {"dkv": json.dumps({"version": VERSION, **header})}
+@contextlib.contextmanager
+def replaced(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A temporary name in the same folder; what was written there takes the place of ``path``, whole or not at all."""
     folder = os.path.dirname(os.path.abspath(path))
     temporary = os.path.join(folder, f".{uuid.uuid4().hex}.part")
     try:
-        save(tensors, temporary, metadata=metadata)
+        yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -34,6 +34,14 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Any], header: dict[st
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def write(path: str | os.PathLike[str], tensors: dict[str, Any], header: dict[str, Any], library: str) -> None:
+    """A safetensors file of a kind; ``header`` names it."""
+    save = _safetensors(library).save_file
+    metadata = {"dkv": json.dumps({"version": VERSIONS[header["kind"]], **header})}
+    with replaced(path) as temporary:
+        save(tensors, temporary, metadata=metadata)
 
 
 def read(path: str | os.PathLike[str], kind: str, library: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -56,10 +64,13 @@ def read(path: str | os.PathLike[str], kind: str, library: str) -> tuple[dict[st
 def _check_header(header: Any, kind: str, path: Any) -> None:
     if not isinstance(header, dict):
         raise ValueError(f"{os.fspath(path)} is not a dkv {kind} file")
-    if header.get("version") != VERSION:
-        raise ValueError(f"version of {os.fspath(path)} is {header.get('version')!r}, this dkv reads {VERSION}")
     if header.get("kind") != kind:
         raise ValueError(f"{os.fspath(path)} holds {header.get('kind')!r}, not {kind!r}")
+    version = header.get("version")
+    if version != VERSIONS[kind]:
+        raise ValueError(
+            f"version of {os.fspath(path)} is {version!r}, this dkv reads {kind} files of {VERSIONS[kind]}"
+        )
 
 
 def _safetensors(library: str) -> Any:

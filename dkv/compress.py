@@ -42,7 +42,7 @@ def compress_blocks(
         Wrong kinds of array, or dtypes that differ.
     """
     config = DKVConfig() if config is None else config
-    check.check_config(config)
+    check.check_config(config, plain=True)
     check.check_array("k", k, "B Hkv N D")
     check.check_array("v", v, "B Hkv N Dv", B=k.shape[0], Hkv=k.shape[1], N=k.shape[2])
     check.check_float("k", k)

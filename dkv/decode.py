@@ -164,7 +164,7 @@ def decode_attention(
     AttentionState
     """
     config = DKVConfig() if config is None else config
-    check.check_config(config)
+    check.check_config(config, plain=True)
     check.check_blocks(blocks)
     check.check_query(q, blocks)
     if (k_window is None) != (v_window is None):

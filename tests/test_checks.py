@@ -364,7 +364,7 @@ def test_formats_that_do_not_exist(settings: dict[str, Any], error: type[Excepti
     ("settings", "error", "message"),
     [
         ({"block_size": 1}, ValueError, r"block_size must be 2\.\.256, got 1"),
-        ({"rank": 0}, ValueError, r"rank must be 1\.\.128, got 0"),
+        ({"rank": -1}, ValueError, r"rank must be 0\.\.128, got -1"),
         ({"top_k": 1.0}, TypeError, r"top_k must be an int, got 1\.0"),
         ({"window": False}, TypeError, "window must be an int, got False"),
         ({"keep": "all"}, ValueError, r"keep must be one of .*distinct.*, got 'all'"),

@@ -69,6 +69,8 @@ def test_wheel_contents(wheel):
             if source.suffix in (".py", ".metal") or source.name == "py.typed":
                 assert f"{inside}/{source.name}" in names
     assert "dkv/py.typed" in names
+    profiles = {path.name for path in (ROOT / "dkv" / "profiles").iterdir()}
+    assert "text.txt" in profiles and {f"dkv/profiles/{name}" for name in profiles} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
