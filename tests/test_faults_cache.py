@@ -185,9 +185,9 @@ CHANGES = {
     "layers are a number": lambda meta, entries: meta.update(layers=5),
     "layers are numbers": lambda meta, entries: meta.update(layers=[1, 2]),
     "tokens": lambda meta, entries: meta["layers"][1].update(tokens=[79, 80]),
-    "dtype of an anchor": lambda meta, entries: entries["0.blocks.anchor_v"].update(dtype="I32"),
+    "dtype of an anchor": lambda meta, entries: entries["0.groups.0.anchor_v"].update(dtype="I32"),
     "dtype of the rows": lambda meta, entries: entries["0.k_rows"].update(dtype="I32"),
-    "dtype of the positions": lambda meta, entries: entries["1.blocks.residual_indices"].update(dtype="I8"),
+    "dtype of the positions": lambda meta, entries: entries["1.groups.0.residual_indices"].update(dtype="I8"),
     "missing rows": lambda meta, entries: _rename(entries, "1.v_rows", "1.other"),
 }
 

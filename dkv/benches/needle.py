@@ -165,9 +165,7 @@ def ask(model: Any, tokenizer: Any, cache: Any, code: str, tokens: int = ANSWER_
 def reconfigured(cache: Any, config: Any) -> Any:
     """A copy of a ``DKVCache`` with another configuration. The block format may differ while no block is closed."""
     twin = copy.deepcopy(cache)
-    twin.config = config
-    for layer in twin.dkv_layers:
-        layer.config = config
+    twin.configure(config)
     return twin
 
 

@@ -10,6 +10,7 @@ import torch
 
 from dkv._files import build_blocks, read, write
 from dkv.cache.layer import LayerCache
+from dkv.config import HeadGroup
 
 LENGTHS = ("offset", "tokens", "rows", "block_counts")
 
@@ -50,7 +51,7 @@ def load_cache(cache: Any, path: str | os.PathLike[str], device: Any) -> None:
         prefix = f"{index}."
         parts = {name[len(prefix) :]: t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
         if own == "DKVLayer":
-            state = _state(cache.config, entry, parts, where)
+            state = _state(cache.config, layer.state.groups, entry, parts, where)
             loaded.append((layer, state))
             shapes.add((state.offset, state.batch_size))
         else:
@@ -78,7 +79,9 @@ def _check_config(saved: Any, own: dict[str, Any]) -> None:
         raise ValueError(f"config of the file is {saved!r:.60}, not a mapping")
     for name in [*own, *sorted(set(saved) - set(own))]:
         if saved.get(name) != own.get(name):
-            raise ValueError(f"{name} of the file is {saved.get(name)!r}, this cache has {own.get(name)!r}")
+            if name == "profile" and saved.get(name) and own[name]:
+                raise ValueError("profile of the file has other scores than this cache's")
+            raise ValueError(f"{name} of the file is {saved.get(name)!r:.200}, this cache has {own.get(name)!r:.200}")
 
 
 def _check_heads(rows: Any, expected: tuple[int, int], where: str) -> None:
@@ -102,10 +105,10 @@ def _seen(layer: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) 
     return seen
 
 
-def _state(config: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) -> LayerCache:
+def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) -> LayerCache:
     offset, tokens, rows, counts = _lengths(config, entry, where)
     batch = len(tokens)
-    state = LayerCache(config)
+    state = LayerCache(config, groups)
     if not batch:
         if offset or parts:
             raise ValueError(f"{where} holds rows of no sequence")
@@ -126,13 +129,20 @@ def _state(config: Any, entry: dict[str, Any], parts: dict[str, Any], where: str
         real_tokens = real.sum(1).tolist()
     if tokens != real_tokens:
         raise ValueError(f"{where} counts {tokens} tokens in {offset} positions, its padding says {real_tokens}")
-    named = {name[len("blocks.") :]: part for name, part in parts.items() if name.startswith("blocks.")}
-    if bool(named) != any(counts):
-        raise ValueError(f"{where} has {'no ' if not named else ''}blocks, its lengths say otherwise")
-    if named:
-        state.blocks = _blocks(config, named, k_rows, counts, where)
     state.offset, state.tokens, state.rows, state.block_counts = offset, tokens, rows, counts
     state.k_rows, state.v_rows, state.real = k_rows, v_rows, real
+    named: dict[str, dict[str, Any]] = {}
+    for name, part in parts.items():
+        if name.startswith("groups."):
+            _, index, part_name = name.split(".", 2)
+            named.setdefault(index, {})[part_name] = part
+    wanted = [str(index) for index in range(len(state.head_groups()))] if any(counts) else []
+    if sorted(named) != sorted(wanted):
+        raise ValueError(f"{where} has blocks of the groups {sorted(named)}, its lengths ask for {wanted}")
+    state.blocks = tuple(
+        _blocks(group, named[index], k_rows, counts, where)
+        for index, group in zip(wanted, state.head_groups(), strict=False)
+    )
     return state
 
 
@@ -154,10 +164,10 @@ def _lengths(config: Any, entry: dict[str, Any], where: str) -> tuple[int, list[
     return offset, tokens, rows, counts
 
 
-def _blocks(config: Any, named: dict[str, Any], k_rows: Any, counts: list[int], where: str) -> Any:
-    blocks = build_blocks(dataclasses.asdict(config.block_format), named)
+def _blocks(group: HeadGroup, named: dict[str, Any], k_rows: Any, counts: list[int], where: str) -> Any:
+    blocks = build_blocks(dataclasses.asdict(group.config.block_format), named)
     got = (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks, blocks.head_dim)
-    if got != (len(counts), k_rows.shape[1], max(counts), k_rows.shape[3]) or blocks.anchor_k.dtype != k_rows.dtype:
+    if got != (len(counts), len(group.heads), max(counts), k_rows.shape[3]) or blocks.anchor_k.dtype != k_rows.dtype:
         raise ValueError(f"{where}: blocks do not fit its rows")
     held = [blocks.num_blocks] * len(counts) if blocks.block_counts is None else blocks.block_counts.tolist()
     if held != counts:

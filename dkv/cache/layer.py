@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dkv._checks import check_count
+from dkv.cache.heads import check_groups, one_group, pick, put_back
 from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
 from dkv.compress import compress_blocks
-from dkv.config import DKVConfig
+from dkv.config import DKVConfig, HeadGroup
 from dkv.kernels.torch.decode import attend_rows, merge_selected
 from dkv.kernels.torch.merge import saturated
 from dkv.kernels.torch.route import route_blocks
@@ -23,6 +24,13 @@ from dkv.types import CompressedBlocks
 
 class LayerCache:
     """Compressed blocks and exact rows of one layer, for a batch of sequences.
+
+    Parameters
+    ----------
+    config : DKVConfig
+        Says when blocks close, and how they are stored and routed where no groups are given.
+    groups : sequence of HeadGroup, optional
+        As ``config.head_groups`` gives them; each has blocks of its own. One group of all heads when None.
 
     Attributes
     ----------
@@ -34,14 +42,31 @@ class LayerCache:
         Exact rows stored for each sequence: sink rows, then the window.
     block_counts : list of int
         Closed blocks of each sequence.
-    blocks : CompressedBlocks or None
+    blocks : tuple of CompressedBlocks
+        Those of each group; empty while no block is closed.
     k_rows, v_rows : Tensor [B, Hkv, capacity, D or Dv] or None
         Exact rows; those beyond ``rows`` are spare room.
     """
 
-    def __init__(self, config: DKVConfig) -> None:
-        self.config = config
+    def __init__(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
         self.reset()
+        self.configure(config, groups)
+
+    def configure(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
+        """Go on with other settings; those of the codec may differ only while no block is closed."""
+        if groups is None and config.tiers:
+            raise ValueError("config has tiers: give its config.head_groups(layer, num_kv_heads) as groups")
+        groups = None if groups is None else check_groups(groups, config)
+        if self.blocks:
+            assert self.k_rows is not None
+            heads = self.k_rows.shape[1]
+            now, then = (
+                [(group.heads, group.config.block_format) for group in each or one_group(own, heads)]
+                for each, own in ((self.groups, self.config), (groups, config))
+            )
+            if now != then:
+                raise ValueError("config stores blocks in another way than the closed ones are stored")
+        self.config, self.groups = config, groups
 
     def reset(self) -> None:
         """Forget everything; the next append starts a new batch of any size."""
@@ -49,10 +74,16 @@ class LayerCache:
         self.tokens: list[int] = []
         self.rows: list[int] = []
         self.block_counts: list[int] = []
-        self.blocks: CompressedBlocks | None = None
+        self.blocks: tuple[CompressedBlocks, ...] = ()
         self.k_rows: Tensor | None = None
         self.v_rows: Tensor | None = None
         self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
+
+    def head_groups(self) -> tuple[HeadGroup, ...]:
+        """The groups that ``blocks`` go by, once keys were seen."""
+        if self.groups is not None or self.k_rows is None:
+            return self.groups or ()
+        return one_group(self.config, self.k_rows.shape[1])
 
     # what it holds
 
@@ -63,8 +94,8 @@ class LayerCache:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name. Whatever copies, counts or saves a cache walks this."""
         held = {"k_rows": self.k_rows, "v_rows": self.v_rows, "real": self.real}
-        if self.blocks is not None:
-            held.update({f"blocks.{name}": part for name, part in self.blocks.parts()})
+        for index, blocks in enumerate(self.blocks):
+            held.update({f"groups.{index}.{name}": part for name, part in blocks.parts()})
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     @property
@@ -136,29 +167,46 @@ class LayerCache:
         wide = q.float()  # partial outputs stay float32 until the merge
         k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
         state = attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)
-        if self.blocks is not None:
-            state = merge_selected(state, wide, self.blocks, self._route(wide, padding, scale), scale, softcap)
+        if self.blocks:
+            state = self._merge_blocks(state, wide, padding, scale, softcap)
         return saturated(state[0], q.dtype)
 
-    def _route(self, q: Tensor, padding: Tensor | None, scale: float) -> Tensor:
-        assert self.blocks is not None
-        config, total = self.config, self.blocks.num_blocks
+    def _merge_blocks(
+        self, exact: tuple[Tensor, Tensor], q: Tensor, padding: Tensor | None, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """The state of the exact rows merged with that of the blocks, every group of heads on its own."""
+        groups = self.head_groups()
+        heads_kv = sum(len(group.heads) for group in groups)
+        states = []
+        for (heads, config), blocks in zip(groups, self.blocks, strict=True):
+            out, lse, queries = (pick(part, heads, heads_kv) for part in (*exact, q))
+            chosen = self._route(config, blocks, queries, padding, scale)
+            states.append(merge_selected((out, lse), queries, blocks, chosen, scale, softcap))
+        order = [group.heads for group in groups]
+        return put_back([out for out, _ in states], order), put_back([lse for _, lse in states], order)
+
+    def _route(
+        self, config: DKVConfig, blocks: CompressedBlocks, q: Tensor, padding: Tensor | None, scale: float
+    ) -> Tensor:
+        total = blocks.num_blocks
         top_k = config.top_k if q.shape[2] == 1 else (config.chunk_top_k or total)
         if top_k >= total:
             every = torch.arange(total, device=q.device, dtype=torch.int32)
             counts = torch.tensor(self.block_counts, device=q.device)[:, None]
             every = torch.where(every < counts, every, -1)
-            return every[:, None].expand(-1, self.blocks.num_kv_heads, -1)
+            return every[:, None].expand(-1, blocks.num_kv_heads, -1)
         if padding is not None:
             q = torch.where(padding[:, None, :, None], q, q[:, :, -1:])  # padding has no say in the selection
         sinks = 0 if config.sink_tokens else min(config.sink_blocks, top_k)
-        return route_blocks(q, self.blocks, top_k, config.router, config.share, scale, sinks, config.recent_blocks)
+        return route_blocks(q, blocks, top_k, config.router, config.share, scale, sinks, config.recent_blocks)
 
     def _append(self, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor | None:
         """Store a chunk's real rows; gives the last row a query sees ``[B, n]``, None where plain causal is right."""
         batch, length = k.shape[0], k.shape[2]
         if self.tokens and self.batch_size != batch:
             raise ValueError(f"k must have the cache's batch size {self.batch_size}, got {batch}")
+        if self.groups is not None and sum(len(group.heads) for group in self.groups) != k.shape[1]:
+            raise ValueError(f"k must have the kv heads of {[list(g.heads) for g in self.groups]}, got {k.shape[1]}")
         if not self.tokens:
             self.tokens, self.rows, self.block_counts = [0] * batch, [0] * batch, [0] * batch
         if padding is not None:
@@ -220,12 +268,12 @@ class LayerCache:
         if not any(due):
             return
         assert self.k_rows is not None and self.v_rows is not None
-        if len(set(due)) == 1 and len(set(self.rows)) == 1:
-            closing = slice(sinks[0], sinks[0] + due[0] * size)
-            new = compress_blocks(self.k_rows[:, :, closing], self.v_rows[:, :, closing], config=self.config)
-        else:
-            new = stack_rows([self._compress_row(row, sinks[row], count) for row, count in enumerate(due)])
-        self.blocks = join_blocks(self.blocks, self.block_counts, new, due)
+        groups = self.head_groups()
+        new = [self._compressed(group, sinks, due) for group in groups]  # all of them before any is kept
+        old = self.blocks or (None,) * len(groups)
+        self.blocks = tuple(
+            join_blocks(before, self.block_counts, after, due) for before, after in zip(old, new, strict=True)
+        )
         self.block_counts = [a + b for a, b in zip(self.block_counts, due, strict=True)]
         left = [row - count * size for row, count in zip(self.rows, due, strict=True)]
         capacity = -(-max(left) // size) * size
@@ -233,13 +281,22 @@ class LayerCache:
         self.v_rows = self._without(self.v_rows, sinks, due, capacity)
         self.rows = left
 
-    def _compress_row(self, row: int, sink: int, count: int) -> CompressedBlocks | None:
-        if count == 0:
-            return None
+    def _compressed(self, group: HeadGroup, sinks: list[int], due: list[int]) -> CompressedBlocks:
+        """The rows that are due, ``due[b]`` blocks behind ``sinks[b]`` rows, of a group's heads."""
+        size = self.config.block_size
+        if len(set(due)) == 1 and len(set(sinks)) == 1:
+            return self._compressed_rows(group, slice(None), slice(sinks[0], sinks[0] + due[0] * size))
+        rows = [
+            self._compressed_rows(group, slice(row, row + 1), slice(sink, sink + count * size)) if count else None
+            for row, (sink, count) in enumerate(zip(sinks, due, strict=True))
+        ]
+        return stack_rows(rows)
+
+    def _compressed_rows(self, group: HeadGroup, sequences: slice, rows: slice) -> CompressedBlocks:
         assert self.k_rows is not None and self.v_rows is not None
-        closing = slice(sink, sink + count * self.config.block_size)
-        k, v = self.k_rows[row : row + 1, :, closing], self.v_rows[row : row + 1, :, closing]
-        return compress_blocks(k, v, config=self.config)
+        closing = [buffer[sequences, :, rows] for buffer in (self.k_rows, self.v_rows)]
+        k, v = (pick(each, group.heads, each.shape[1]) for each in closing)
+        return compress_blocks(k, v, config=group.config)
 
     def _without(self, buffer: Tensor, sinks: list[int], due: list[int], capacity: int) -> Tensor:
         """A new, smaller buffer without the closed rows."""
@@ -302,10 +359,11 @@ class LayerCache:
         self.tokens, self.rows, self.block_counts = (
             [values[i] for i in picked] for values in (self.tokens, self.rows, self.block_counts)
         )
-        if self.blocks is not None:
-            blocks = self.blocks.map(lambda part: part.index_select(0, where))
-            most = max(self.block_counts, default=0)
-            self.blocks = with_counts(cut_blocks(blocks, most), self.block_counts) if most else None
+        most = max(self.block_counts, default=0)
+        self.blocks = tuple(
+            with_counts(cut_blocks(blocks.map(lambda part: part.index_select(0, where)), most), self.block_counts)
+            for blocks in (self.blocks if most else ())
+        )
 
 
 def _resized(buffer: Tensor | None, like: Tensor, capacity: int) -> Tensor:

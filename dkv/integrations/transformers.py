@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from dkv._checks import check_format
 from dkv.cache import LayerCache
 from dkv.cache.files import load_cache, save_cache
-from dkv.config import DKVConfig
+from dkv.config import DKVConfig, HeadGroup
 from dkv.kernels.torch.decode import capped, softmax_with_sink
 
 NAME = "dkv"
@@ -50,7 +50,7 @@ def attach(model: PreTrainedModel, config: DKVConfig | None = None) -> PreTraine
     config = DKVConfig() if config is None else config
     if not isinstance(config, DKVConfig):
         raise TypeError(f"config must be a DKVConfig, got {type(config).__qualname__}")
-    _layer_kinds(model.config)
+    _head_groups(config, model.config)
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     if getattr(model, "_dkv_before", None) is None:
@@ -76,6 +76,24 @@ def _layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, An
     return kinds, settings
 
 
+def _kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
+    """kv heads of a layer and channels of a key."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _head_groups(config: DKVConfig, model_config: PreTrainedConfig) -> list[tuple[HeadGroup, ...] | None]:
+    """The groups of every full-attention layer; None for other layers, and for all where the config has no tiers."""
+    kinds, _ = _layer_kinds(model_config)
+    heads, dim = _kv_shape(model_config)
+    if config.profile is not None:
+        config.profile.check_model(len(kinds), heads, dim)
+    if not config.tiers:
+        return [None] * len(kinds)
+    return [config.head_groups(layer, heads) if kind == FULL_ATTENTION else None for layer, kind in enumerate(kinds)]
+
+
 class DKVLayer(CacheLayerMixin):
     """A full-attention layer's place in a :class:`DKVCache`."""
 
@@ -83,9 +101,11 @@ class DKVLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, config: DKVConfig, attention_name: Callable[[], str]) -> None:
+    def __init__(
+        self, config: DKVConfig, attention_name: Callable[[], str], groups: Sequence[HeadGroup] | None = None
+    ) -> None:
         super().__init__()
-        self.state = LayerCache(config)
+        self.state = LayerCache(config, groups)
         self._attention_name = attention_name  # a function, so that a deep copy still asks the model's own config
         self._pending: tuple[Tensor, Tensor] | None = None
 
@@ -166,7 +186,7 @@ class DKVCache(Cache):
     model : an attached model, or a model config
         Says how many layers there are and of which kind.
     config : DKVConfig, optional
-        What ``attach`` was given when None.
+        What ``attach`` was given when None. Its profile must be of this model; its tiers group the heads of each layer.
     """
 
     def __init__(self, model: PreTrainedModel | PreTrainedConfig, config: DKVConfig | None = None) -> None:
@@ -182,19 +202,29 @@ class DKVCache(Cache):
         if isinstance(model, PreTrainedModel):
             check_format(config, str(model.dtype).rpartition(".")[2])
         kinds, settings = _layer_kinds(model_config)
+        groups = _head_groups(config, model_config)
         text = model_config.get_text_config(decoder=True)
         super().__init__(
             layers=[
-                DKVLayer(config, lambda: text._attn_implementation)
+                DKVLayer(config, lambda: text._attn_implementation, own)
                 if kind == FULL_ATTENTION
                 else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs)
-                for kind, kwargs in zip(kinds, settings, strict=True)
+                for kind, kwargs, own in zip(kinds, settings, groups, strict=True)
             ]
         )
         self.config = config
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self.kv_shape = (heads, dim)  # what a loaded file must hold
+        self._groups_of = lambda other: _head_groups(other, model_config)  # a function: a deep copy keeps the config
+        self.kv_shape = _kv_shape(model_config)  # what a loaded file must hold
+
+    def configure(self, config: DKVConfig) -> None:
+        """Go on with other settings; those of the codec may differ only while no block is closed."""
+        groups = self._groups_of(config)
+        pairs = [(layer.state, own) for layer, own in zip(self.layers, groups) if isinstance(layer, DKVLayer)]
+        for state, own in pairs:
+            copy.copy(state).configure(config, own)  # configure only rebinds: a refusal comes before any change
+        for state, own in pairs:
+            state.configure(config, own)
+        self.config = config
 
     @property
     def dkv_layers(self) -> list[LayerCache]:
@@ -250,12 +280,12 @@ class DKVCache(Cache):
     @property
     def compressed_nbytes(self) -> int:
         """Bytes of the closed blocks."""
-        return sum(layer.blocks.nbytes for layer in self.dkv_layers if layer.blocks is not None)
+        return sum(blocks.nbytes for layer in self.dkv_layers for blocks in layer.blocks)
 
     @property
     def compressed_dense_nbytes(self) -> int:
         """Bytes of the dense rows that the closed blocks stand for."""
-        return sum(layer.blocks.dense_nbytes for layer in self.dkv_layers if layer.blocks is not None)
+        return sum(blocks.dense_nbytes for layer in self.dkv_layers for blocks in layer.blocks)
 
     @property
     def _other_nbytes(self) -> int:
