@@ -143,3 +143,196 @@ def test_an_unknown_shipped_profile_names_those_that_ship():
         HeadProfile.shipped("nope")
     with pytest.raises(ValueError, match="no profile ships for"):
         HeadProfile.shipped("../profile")
+
+
+# measuring
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from dkv import DKVConfig  # noqa: E402
+from dkv.integrations.transformers import NAME, DKVCache, attach, detach  # noqa: E402
+from dkv.profile import shipped_text  # noqa: E402
+from dkv.profiling import copy_mass, measure_profile  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 512,
+}
+MODELS = {
+    "llama": (transformers.LlamaForCausalLM, lambda: transformers.LlamaConfig(**SHAPE)),
+    "gemma2": (
+        transformers.Gemma2ForCausalLM,
+        lambda: transformers.Gemma2Config(
+            **SHAPE, sliding_window=16, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
+        ),
+    ),
+}
+SETTINGS = {"passages": 2, "passage_tokens": 60, "repeat_tokens": 20, "distances": (30, 60)}
+TEXT = "".join(chr(32 + (i * i * 7 + i // 3) % 90) for i in range(200))
+
+
+class Bytes:
+    """A tokenizer of one token per byte."""
+
+    def __init__(self, bos=None):
+        self.bos_token_id = bos
+
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        start = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
+        return type("Encoding", (), {"input_ids": start + list(text.encode())})
+
+
+def tiny(kind):
+    make, config = MODELS[kind]
+    torch.manual_seed(0)
+    return make(config()).eval()
+
+
+@pytest.fixture(params=sorted(MODELS))
+def model(request):
+    return tiny(request.param)
+
+
+@pytest.mark.parametrize("bos", [None, 1])
+def test_a_score_is_what_the_models_own_weights_say(model, bos):
+    made = measure_profile(model, Bytes(bos), TEXT, name="tiny", text_name="bytes", **SETTINGS)
+    opening = [] if bos is None else [bos]
+    ids = list(TEXT.encode())
+    model.set_attn_implementation("eager")
+    expected = np.zeros((4, 2))
+    for first in (0, len(ids) - 60):
+        for distance in (30, 60):
+            passage = ids[first : first + 60]
+            whole = opening + passage + passage[60 - distance : 80 - distance]
+            with torch.no_grad():
+                weights = model(torch.tensor([whole]), output_attentions=True).attentions
+            copy = slice(len(opening) + 60 - distance, len(opening) + 80 - distance)
+            for layer, weight in enumerate(weights):
+                mass = weight[0, :, -20:, copy].sum(-1).mean(-1).view(2, 3)  # [Hkv, G]
+                expected[layer] += mass.max(1).values.numpy() / 4
+    sliding = [
+        kind != "full_attention" for kind in getattr(model.config, "layer_types", None) or ["full_attention"] * 4
+    ]
+    assert sum(sliding) in (0, 2)
+    expected[sliding] = 0
+    np.testing.assert_allclose(np.array(made.scores), expected, atol=2e-6)
+    assert (np.array(made.scores)[[not each for each in sliding]] > 0.01).all()
+    assert (made.model, made.text, made.num_layers, made.num_kv_heads, made.head_dim) == ("tiny", "bytes", 4, 2, 8)
+    assert made.settings == {**SETTINGS, "text_tokens": 200}
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_copy_mass_of_a_dense_softmax(softcap, sunk):
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((6, 5, 8)).astype(np.float32), rng.standard_normal((2, 30, 8)).astype(np.float32)
+    sink = rng.standard_normal(6).astype(np.float32)
+    got = copy_mass(
+        torch.tensor(q), torch.tensor(k), slice(4, 9), 0.7, softcap, torch.tensor(sink) if sunk else None
+    ).numpy()
+    logits = np.einsum("hqd,hkd->hqk", q, np.repeat(k, 3, axis=0)).astype(float) * 0.7
+    logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+    weight = np.where(np.arange(30) <= 25 + np.arange(5)[:, None], np.exp(logits), 0)
+    total = weight.sum(-1) + (np.exp(sink.astype(float))[:, None] if sunk else 0)
+    mass = (weight[:, :, 4:9].sum(-1) / total).mean(-1)
+    np.testing.assert_allclose(got, mass.reshape(2, 3).max(1), atol=1e-6)
+
+
+def test_a_head_that_copies_scores_above_all_others():
+    """Keys say which token stands before them: queries of that token find the row after its earlier copy."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(60, 16, generator=generator)
+    tokens = torch.cat([tokens, tokens[20:40]])
+    before = torch.cat([torch.zeros(1, 16), tokens[:-1]])
+    k = torch.stack([before, torch.randn(80, 16, generator=generator)])
+    q = torch.stack([tokens[60:], tokens[60:]])
+    scores = copy_mass(q, k, slice(20, 40), 1.0)
+    assert scores[0] > 0.8 and scores[1] < 0.5
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+def test_measuring_is_deterministic_and_leaves_the_model_as_it_was(model):
+    before = model.config._attn_implementation
+    ids = torch.arange(50)[None]
+    logits = model(ids).logits
+    made = [measure_profile(model, Bytes(), TEXT, **SETTINGS) for _ in range(2)]
+    assert made[0] == made[1] and made[0].model == type(model).__name__
+    assert model.config._attn_implementation == before
+    assert torch.equal(model(ids).logits, logits)
+    config = DKVConfig(block_size=16, window=16, sink_tokens=4)
+    attach(model, config)
+    assert measure_profile(model, Bytes(), TEXT, **SETTINGS) == made[0]
+    assert model.config._attn_implementation == NAME
+    cache = DKVCache(model)
+    model(ids, past_key_values=cache)
+    assert cache.dkv_layers[0].block_counts == [1]
+    detach(model)
+    assert model.config._attn_implementation == before
+
+
+def test_an_error_in_the_middle_leaves_the_model_as_it_was(model):
+    before = model.config._attn_implementation
+
+    def fail(*args):
+        raise RuntimeError("in the middle")
+
+    hook = model.model.layers[2].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        measure_profile(model, Bytes(), TEXT, **SETTINGS)
+    assert model.config._attn_implementation == before
+    hook.remove()
+    model.set_attn_implementation("eager")
+    measure_profile(model, Bytes(), TEXT, **SETTINGS)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"text": "short"}, ValueError, "text has 5 tokens, 120 are needed: 2 passages of 60"),
+        ({"passages": 0}, ValueError, "passages must be 1 or more, got 0"),
+        ({"repeat_tokens": 2.0}, TypeError, r"repeat_tokens must be an int, got 2\.0"),
+        ({"distances": ()}, ValueError, r"distances must be 20\.\.60 tokens, got \[\]"),
+        ({"distances": (30, 19)}, ValueError, r"distances must be 20\.\.60 tokens, got \[30, 19\]"),
+        ({"distances": (61,)}, ValueError, r"distances must be 20\.\.60 tokens, got \[61\]"),
+        ({"passage_tokens": 492}, ValueError, "passage_tokens .* must be below 512, the model's context"),
+        ({"model": "llama"}, TypeError, "model must be a transformers PreTrainedModel, got str"),
+    ],
+)
+def test_what_cannot_be_measured(changes, error, message):
+    arguments = {"model": tiny("llama"), "tokenizer": Bytes(), "text": TEXT, **SETTINGS, **changes}
+    with pytest.raises(error, match=message):
+        measure_profile(**arguments)
+
+
+def test_attention_that_is_not_finite_is_refused():
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="attention is not finite"):
+        measure_profile(model, Bytes(), TEXT, **SETTINGS)
+
+
+def test_the_shipped_text_is_measured_where_none_is_given():
+    text = shipped_text()
+    assert text.startswith("CHAPTER I\n") and 55_000 < len(text) < 65_000 and text.isascii()
+    assert "gutenberg" not in text.lower()
+    made = measure_profile(tiny("llama"), Bytes(), **SETTINGS)
+    assert made.text.startswith("Alice's Adventures in Wonderland") and made.settings["text_tokens"] == len(text)
+
+
+def test_shipped_profiles_are_whole():
+    assert "smollm2-135m" in shipped_names()
+    for name in shipped_names():
+        made = HeadProfile.shipped(name)
+        assert made.model == name and max(map(max, made.scores)) > 0.3
+    made = HeadProfile.shipped("smollm2-135m")
+    made.check_model(30, 3, 64)

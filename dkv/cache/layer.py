@@ -49,6 +49,8 @@ class LayerCache:
     """
 
     def __init__(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
+        self.config = config
+        self.groups: tuple[HeadGroup, ...] | None = None
         self.reset()
         self.configure(config, groups)
 

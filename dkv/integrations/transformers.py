@@ -69,29 +69,31 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """The kind of every layer of a model, and what its cache of transformers takes."""
     kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if FULL_ATTENTION not in kinds:
         raise ValueError(f"the model has no full-attention layer to compress; its layers are {sorted(set(kinds))}")
     return kinds, settings
 
 
-def _kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
-    """kv heads of a layer and channels of a key."""
+def model_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Layers, kv heads of a layer, channels of a key."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return len(layer_kinds(config)[0]), heads, dim
 
 
 def _head_groups(config: DKVConfig, model_config: PreTrainedConfig) -> list[tuple[HeadGroup, ...] | None]:
     """The groups of every full-attention layer; None for other layers, and for all where the config has no tiers."""
-    kinds, _ = _layer_kinds(model_config)
-    heads, dim = _kv_shape(model_config)
+    kinds, _ = layer_kinds(model_config)
+    shape = model_shape(model_config)
     if config.profile is not None:
-        config.profile.check_model(len(kinds), heads, dim)
+        config.profile.check_model(*shape)
     if not config.tiers:
         return [None] * len(kinds)
-    return [config.head_groups(layer, heads) if kind == FULL_ATTENTION else None for layer, kind in enumerate(kinds)]
+    return [config.head_groups(layer, shape[1]) if kind == FULL_ATTENTION else None for layer, kind in enumerate(kinds)]
 
 
 class DKVLayer(CacheLayerMixin):
@@ -201,7 +203,7 @@ class DKVCache(Cache):
             raise TypeError(f"model must be a transformers model or config, got {type(model).__qualname__}")
         if isinstance(model, PreTrainedModel):
             check_format(config, str(model.dtype).rpartition(".")[2])
-        kinds, settings = _layer_kinds(model_config)
+        kinds, settings = layer_kinds(model_config)
         groups = _head_groups(config, model_config)
         text = model_config.get_text_config(decoder=True)
         super().__init__(
@@ -214,7 +216,7 @@ class DKVCache(Cache):
         )
         self.config = config
         self._groups_of = lambda other: _head_groups(other, model_config)  # a function: a deep copy keeps the config
-        self.kv_shape = _kv_shape(model_config)  # what a loaded file must hold
+        self.kv_shape = model_shape(model_config)[1:]  # what a loaded file must hold
 
     def configure(self, config: DKVConfig) -> None:
         """Go on with other settings; those of the codec may differ only while no block is closed."""
