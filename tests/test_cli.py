@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 import dkv  # noqa: E402
 from dkv.benches import decode, demo, needle, recall  # noqa: E402
 from dkv.cli import main  # noqa: E402
+from dkv.config import PRESETS  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,13 @@ def tiny(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture
+def halves(monkeypatch):
+    """A preset with tiers: half of the heads keep every row, the others two."""
+    tiers = (dkv.HeadTier(0.5, num_residuals=255), dkv.HeadTier(0.5, routed=False, rank=4, num_residuals=2))
+    monkeypatch.setitem(PRESETS, "halves", {"tiers": tiers, "window": 64, "block_size": 64})
+
+
 def _lines(text):
     return [line for line in text.splitlines() if line.strip()]
 
@@ -58,7 +67,7 @@ def _lines(text):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--rank", "0"], "rank must be 1..128, got 0"),
+        (["demo", "--rank", "-1"], "rank must be 0..128, got -1"),
         (["demo", "--block-size", "0"], "block_size must be 2..256, got 0"),
         (["demo", "--top-k", "0"], "top_k must be 1 or more"),
         (["demo", "--window", "0"], "window must be 1 or more"),
@@ -83,6 +92,18 @@ def _lines(text):
         (["bench", "decode", "--dtype", "int8"], "--dtype must be one of"),
         (["bench", "memory", "--json", "."], "cannot write ."),
         (["bench", "nope"], "nope"),
+        (["generate", "--prompt", "a", "--preset", "nope"], "unknown preset 'nope'; there are: default, paper"),
+        (["generate", "--prompt", "a", "--profile", "nope"], "no such profile: nope; those that ship are:"),
+        (["generate", "--prompt", "a", "--profile", __file__], "test_cli.py is not a whole profile"),
+        (["recall", "--profile", "smollm2-135m"], "--profile needs --preset"),
+        (["recall", "--preset", "nope"], "unknown preset 'nope'"),
+        (["profile"], "model"),
+        (["profile", "smollm2-135m"], "--output"),
+        (["profile", "nope", "-o", "x.json"], "unknown model 'nope'"),
+        (["profile", "nope", "-o", "no/such/folder/x.json"], "cannot write no/such/folder/x.json"),
+        (["profile", "nope", "-o", "x.json", "--text", "no-such-file"], "cannot read no-such-file"),
+        (["profile", "nope", "-o", "x.json", "--passages", "0"], "--passages must be 1 or more"),
+        (["profile", "nope", "-o", "x.json", "--distances", "300,x"], "--distances must be integers"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
@@ -104,9 +125,18 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
         (["generate", "--prompt", ""], "the prompt is empty"),
         (["generate", "--prompt", "a", "--chat"], "no chat template"),
         (["generate", "--prompt", "a", "--device", "nonsense"], "cannot use device 'nonsense'"),
+        (
+            ["generate", "--prompt", "a", "--preset", "halves", "--profile", "smollm2-135m"],
+            "--profile: profile is of a model with 30 layers, this one has 2",
+        ),
+        (
+            ["recall", "--contexts", "800", "--preset", "halves", "--profile", "smollm2-135m"],
+            "--profile: profile is of a model with 30 layers, this one has 2",
+        ),
+        (["generate", "--prompt", "a", "--preset", "halves"], "preset 'halves' needs --profile; `dkv profile MODEL"),
     ],
 )
-def test_input_that_does_not_fit_the_model(arguments, message, tiny, capsys):
+def test_input_that_does_not_fit_the_model(arguments, message, tiny, halves, capsys):
     assert main([*arguments, "--model", tiny]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -155,6 +185,7 @@ def test_an_interrupt_is_exit_code_130_without_a_traceback(tiny):
         ["demo", "--help"],
         ["generate", "--help"],
         ["recall", "--help"],
+        ["profile", "--help"],
         ["info", "--help"],
         ["bench", "--help"],
     ]
@@ -323,6 +354,76 @@ def test_generate_reads_a_file_and_compresses(tiny, tmp_path, capsys):
     line = capsys.readouterr().err.strip()
     assert "where dense takes" in line
     assert float(line.rpartition("(")[2].rstrip("x)")) > 1
+
+
+PROFILE_OPTIONS = ["--passages", "1", "--passage-tokens", "200", "--repeat-tokens", "50", "--distances", "60,150"]
+
+
+def test_profile_writes_what_it_measured(tiny, tmp_path, capsys):
+    text, file, again = tmp_path / "book.txt", tmp_path / "p.json", tmp_path / "again.json"
+    text.write_text("The quick brown fox jumps over the lazy dog, and again. " * 5, encoding="utf-8")
+    assert main(["profile", tiny, "-o", str(file), "--text", str(text), *PROFILE_OPTIONS]) == 0
+    printed = capsys.readouterr().out
+    made = dkv.HeadProfile.load(file)
+    best = max((score, layer, head) for layer, row in enumerate(made.scores) for head, score in enumerate(row))
+    rows = [re.sub(r"[^\w.]", " ", line).split() for line in _lines(printed)]
+    assert [str(best[1]), str(best[2]), f"{best[0]:.3f}"] in rows
+    assert "scores of 4 kv heads (2 layers), measured in" in " ".join(printed.split())
+    assert (made.model, made.text) == (os.path.basename(tiny), "book.txt")
+    assert tiny not in file.read_text() and str(tmp_path) not in file.read_text()
+    made.check_model(2, 2, 8)
+    assert main(["profile", tiny, "-o", str(again), "--text", str(text), *PROFILE_OPTIONS, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["file"] == str(again) and facts["seconds"] > 0
+    assert dkv.HeadProfile.from_dict(facts["profile"]) == made == dkv.HeadProfile.load(again)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--passage-tokens", "4000"], "passage_tokens + repeat_tokens must be below 4096"),
+        (["--distances", "100"], "distances must be 200..1400 tokens, got [100]"),
+        (["--text", "{}"], "text has 5 tokens, 2800 are needed"),
+    ],
+)
+def test_what_cannot_be_profiled(tiny, tmp_path, capsys, options, message):
+    (tmp_path / "short.txt").write_text("short")
+    options = [str(tmp_path / "short.txt") if option == "{}" else option for option in options]
+    assert main(["profile", tiny, "-o", str(tmp_path / "p.json"), *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1 and message in printed.err
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_presets_and_profiles_reach_the_cache(tiny, halves, tmp_path, capsys):
+    profile, prompt = tmp_path / "p.json", tmp_path / "prompt.txt"
+    dkv.HeadProfile("tiny", 2, 2, 8, [[0.1, 0.9], [0.8, 0.2]], "none").save(profile)
+    prompt.write_text("abc " * 400, encoding="utf-8")
+    options = ["generate", "--model", tiny, "--prompt-file", str(prompt), "--max-new-tokens", "4"]
+    sizes = {}
+    for name, extra in {
+        "plain": ["--window", "64", "--block-size", "64"],
+        "halves": ["--preset", "halves", "--profile", str(profile)],
+        "wide": ["--preset", "halves", "--profile", str(profile), "--window", "512"],
+        "idle": ["--window", "64", "--block-size", "64", "--profile", str(profile)],
+        "paper": ["--preset", "paper", "--window", "64", "--block-size", "64", "--dtype", "bfloat16"],
+    }.items():
+        assert main([*options, *extra]) == 0
+        lines = _lines(capsys.readouterr().err)
+        assert ("preset 'default' treats all heads alike: --profile changes nothing" in lines) == (name == "idle")
+        sizes[name] = float(lines[-1].rpartition("(")[2].rstrip("x)"))
+    assert sizes["plain"] == sizes["idle"]
+    assert sizes["halves"] > 1.2 * sizes["plain"] and sizes["halves"] > sizes["wide"]
+
+
+def test_recall_of_a_preset(tiny, halves, tmp_path):
+    profile, file = tmp_path / "p.json", tmp_path / "recall.json"
+    dkv.HeadProfile("tiny", 2, 2, 8, [[0.1, 0.9], [0.8, 0.2]], "none").save(profile)
+    options = ["--contexts", "1100", "--trials", "1", "--preset", "halves", "--profile", str(profile)]
+    assert main(["recall", "--model", tiny, *options, "--json", str(file)]) == 0
+    rows = {row["variant"]: row for row in json.loads(file.read_text())}
+    assert list(rows) == ["dense", "paper R=128", "paper R=64", "default", "preset halves"]
+    assert rows["preset halves"]["ratio"] > 1.2 * rows["default"]["ratio"]
 
 
 # The haystack

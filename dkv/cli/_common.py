@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dkv.config import DKVConfig
+from dkv.config import PRESETS, DKVConfig
+from dkv.profile import HeadProfile, shipped_names
 
 out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
@@ -31,19 +32,65 @@ DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps.")]
 SeedOption = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Decides every random choice.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
-RankOption = Annotated[int, typer.Option(help="Rank of the low-rank part, 1 to 128.")]
+RankOption = Annotated[int, typer.Option(help="Rank of the low-rank part, 0 to 128.")]
 BlockSizeOption = Annotated[int, typer.Option(help="Tokens in a compressed block, 2 to 256.")]
 ResidualsOption = Annotated[
     int | None, typer.Option(help="Rows of a block kept beside the low-rank part; all if unset.")
 ]
+PRESET_HELP = f"Settings by name: {', '.join(PRESETS)}."
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(help="Profile of the model's heads: a file of dkv profile, or the name of one that ships."),
+]
 
 
-def make_config(**settings: Any) -> DKVConfig:
-    """A configuration from options; those that are None keep their default."""
+def make_config(preset: str = "default", profile: str | None = None, **settings: Any) -> DKVConfig:
+    """A configuration from options; those that are None are the preset's."""
+    scores = None if profile is None else load_profile(profile)
     try:
-        return DKVConfig(**{name: value for name, value in settings.items() if value is not None})
+        config = DKVConfig.preset(preset, scores, **{name: x for name, x in settings.items() if x is not None})
     except (TypeError, ValueError) as error:
         raise CliError(f"bad setting: {error}") from error
+    if config.tiers and scores is None:
+        raise CliError(f"preset {preset!r} needs --profile; `dkv profile MODEL -o FILE` makes one")
+    if scores is not None and not config.tiers:
+        err.print(f"preset {preset!r} treats all heads alike: --profile changes nothing")
+    return config
+
+
+def load_profile(name: str) -> HeadProfile:
+    """A profile's file, or one that ships."""
+    try:
+        if not Path(name).exists() and name in shipped_names():
+            return HeadProfile.shipped(name)
+        return HeadProfile.load(name)
+    except FileNotFoundError as error:
+        raise CliError(f"--profile: {error}; those that ship are: {', '.join(shipped_names())}") from error
+    except OSError as error:
+        raise CliError(f"--profile: cannot read {name}: {error.strerror}") from error
+    except ValueError as error:
+        raise CliError(f"--profile: {error}") from error
+
+
+def check_profile(config: DKVConfig, model: Any) -> None:
+    """The profile must be of this model."""
+    if config.profile is None:
+        return
+    from dkv.integrations.transformers import model_shape
+
+    try:
+        config.profile.check_model(*model_shape(model.config))
+    except ValueError as error:
+        raise CliError(f"--profile: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CliError(f"{path} is not UTF-8 text") from error
+    except OSError as error:
+        raise CliError(f"cannot read {path}: {error.strerror}") from error
 
 
 def at_least(name: str, value: int, low: int) -> int:

@@ -21,19 +21,28 @@ def generate(
     dense: Annotated[bool, typer.Option("--dense", help="Use the ordinary cache instead of DKV.")] = False,
     dtype: _common.DtypeOption = "float32",
     device: _common.DeviceOption = "cpu",
-    rank: _common.RankOption = 32,
-    block_size: _common.BlockSizeOption = 256,
-    num_residuals: _common.ResidualsOption = None,
-    top_k: Annotated[int, typer.Option(help="Compressed blocks that a step attends.")] = 16,
-    window: Annotated[int, typer.Option(help="Newest tokens that stay exact, at least.")] = 1024,
+    preset: Annotated[str, typer.Option(help=_common.PRESET_HELP)] = "default",
+    profile: _common.ProfileOption = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the low-rank part, 0 to 128.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a compressed block, 2 to 256.")] = None,
+    num_residuals: Annotated[int | None, typer.Option(help="Rows of a block kept beside the low-rank part.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Compressed blocks that a step attends.")] = None,
+    window: Annotated[int | None, typer.Option(help="Newest tokens that stay exact, at least.")] = None,
 ) -> None:
-    """Continue a text greedily, streaming it; the cache's size goes to stderr."""
+    """Continue a text greedily, streaming it; the cache's size goes to stderr. Unset settings are the preset's."""
     text = _prompt(prompt, prompt_file)
     _common.at_least("--max-new-tokens", max_new_tokens, 1)
     config = _common.make_config(
-        rank=rank, block_size=block_size, num_residuals=num_residuals, top_k=top_k, window=window
+        preset,
+        profile,
+        rank=rank,
+        block_size=block_size,
+        num_residuals=num_residuals,
+        top_k=top_k,
+        window=window,
     )
     language_model, tokenizer = _common.load_model(model, dtype, device)
+    _common.check_profile(config, language_model)
     ids = _encode(tokenizer, text, chat)
     if not ids:
         raise CliError("the prompt is empty")
@@ -43,8 +52,10 @@ def generate(
     if dense:
         cache = needle.dense_cache(language_model)
     else:
+        from dkv.benches.recall import following_dtype
         from dkv.integrations.transformers import DKVCache, attach
 
+        config = following_dtype(config, language_model)
         attach(language_model, config)
         cache = DKVCache(language_model, config)
     made, seconds = _stream(language_model, tokenizer, cache, ids, max_new_tokens)
@@ -65,12 +76,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None:
         return prompt
     assert prompt_file is not None
-    try:
-        return prompt_file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CliError(f"{prompt_file} is not UTF-8 text") from error
-    except OSError as error:
-        raise CliError(f"cannot read {prompt_file}: {error.strerror}") from error
+    return _common.read_text(prompt_file)
 
 
 def _encode(tokenizer: Any, text: str, chat: bool) -> list[int]:

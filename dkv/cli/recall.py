@@ -18,13 +18,20 @@ def recall(
     dtype: _common.DtypeOption = "bfloat16",
     device: _common.DeviceOption = "cpu",
     seed: _common.SeedOption = 0,
+    preset: Annotated[str | None, typer.Option(help=f"One more row. {_common.PRESET_HELP}")] = None,
+    profile: _common.ProfileOption = None,
     json_file: _common.JsonOption = None,
 ) -> None:
     """Count how often a passcode survives compression: dense, the published settings, the default."""
     lengths = _common.integers("--contexts", contexts)
     _common.at_least("--trials", trials, 1)
+    if profile is not None and preset is None:
+        raise CliError("--profile needs --preset, the settings that it serves")
+    config = None if preset is None else _common.make_config(preset, profile)
     _common.check_writable(json_file)
     language_model, tokenizer = _common.load_model(model, dtype, device)
+    if config is not None:
+        _common.check_profile(config, language_model)
     from dkv.benches import needle
     from dkv.benches import recall as bench
 
@@ -34,8 +41,11 @@ def recall(
             needle.bury(tokenizer, length, seed)
         except ValueError as error:
             raise CliError(f"--contexts: {error}") from error
+    variants = bench.default_variants()
+    if config is not None:
+        variants[f"preset {preset}"] = config
     with err.status("Starting") as status:
-        rows = bench.run(language_model, tokenizer, lengths, trials, seed, advance=status.update)
+        rows = bench.run(language_model, tokenizer, lengths, trials, seed, variants, advance=status.update)
     table = Table(title=f"Passcode recalled, asked after compression ({model}, {dtype})")
     for column in ("context", "variant", "right", "ratio, compressed part", "ratio, whole cache"):
         table.add_column(column, justify="left" if column == "variant" else "right")
