@@ -63,7 +63,7 @@ def run(
             right["dense"] += needle.ask(model, tokenizer, copy.deepcopy(whole), hay.code).right
             for name, config in variants.items():
                 advance(label + name)
-                cache = needle.reconfigured(whole, dataclasses.replace(_following_dtype(config, model), window=WINDOW))
+                cache = needle.reconfigured(whole, dataclasses.replace(following_dtype(config, model), window=WINDOW))
                 cache.compress()
                 ratios[name] = (
                     cache.compressed_dense_nbytes / cache.compressed_nbytes if cache.compressed_nbytes else 1.0,
@@ -86,7 +86,7 @@ def run(
     return rows
 
 
-def _following_dtype(config: DKVConfig, model: Any) -> DKVConfig:
+def following_dtype(config: DKVConfig, model: Any) -> DKVConfig:
     """16-bit factors are stored in the cache's own 16-bit dtype, and as float16 in a float32 cache."""
     if config.format in ("fp16", "bf16"):
         name = "bf16" if str(model.dtype) == "torch.bfloat16" else "fp16"
