@@ -416,7 +416,12 @@ def test_the_command(tiny, tmp_path, capsys):
         assert set(row) >= KEYS
         assert (row["tokens"], row["offsets"], row["trials"], row["dtype"]) == (TOKENS, [0, 5000], 1, "float32")
         assert row["recall"] is None and row["n"] == 0  # random weights know no passcode
-    assert "Not measured: kvpress" in printed and "±" in printed and "16-bit cache" in printed
+    assert (
+        "Mean of 2 texts" in printed
+        and "Not measured: kvpress" in printed
+        and "±" in printed
+        and "16-bit cache" in printed
+    )
 
 
 def test_the_command_with_a_text_fewer_variants_and_more_rows(tiny, tmp_path, capsys):
@@ -426,7 +431,8 @@ def test_the_command_with_a_text_fewer_variants_and_more_rows(tiny, tmp_path, ca
     assert _dkv(*options, "--text", text, "--variants", "paper R=64, default", "--json", first) == 0
     rows = json.loads(first.read_text())
     assert [row["name"] for row in rows[4:]] == ["paper R=64", "default"]
-    assert "Not measured" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Not measured" not in printed and "One text" in printed and "±" not in printed
     rows[0]["name"] = "from elsewhere"
     first.write_text(json.dumps(rows))
     assert _dkv(*options, "--text", text, "--variants", "default", "--add", first, "--json", second) == 0

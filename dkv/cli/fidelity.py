@@ -79,12 +79,13 @@ def fidelity(
         )
     rows += more
     out.print(_table(rows, f"Compressed cache against the dense one ({model}, {dtype}, {tokens:,} tokens)"))
+    texts = f"Mean of {len(starts)} texts, ± their standard deviation" if len(starts) > 1 else "One text"
     out.print(
-        f"Mean of {len(starts)} texts, ± their standard deviation. The first {bench.SINK} and the last {bench.WINDOW} "
+        f"{texts}. The first {bench.SINK} and the last {bench.WINDOW} "
         "tokens stay exact. KL in nats. Bytes are those of a 16-bit cache. Recall asks for a passcode after "
         "compression, counted where the dense cache knows it."
     )
-    for line in skipped:
+    for line in skipped if not more else skipped[:-1]:  # the last one says how to get rows to add
         out.print(f"Not measured: {line}")
     _common.write_json(json_file, rows)
     if plot is not None:
