@@ -21,35 +21,6 @@ from dkv.cli import main  # noqa: E402
 from dkv.config import PRESETS  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A folder with a random two-layer model and a tokenizer of one token per byte."""
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    folder = tmp_path_factory.mktemp("tiny")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture
 def halves(monkeypatch):
     """A preset with tiers: half of the heads keep every row, the others two."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ("torch", "triton", "mlx", "mlx_lm", "transformers", "safetensors", "ml_dtypes", "typer", "rich")
+HEAVY = ("torch", "triton", "mlx", "mlx_lm", "transformers", "safetensors", "ml_dtypes", "typer", "rich", "matplotlib")
 
 
 def _loaded_by(statement: str) -> set[str]:

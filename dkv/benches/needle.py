@@ -93,7 +93,7 @@ def bury(
     code = str(rng.randrange(10_000, 100_000))
     sentence = SENTENCE.format(code=code)
     needle = encode(tokenizer, f"\n\n{sentence} {sentence}\n\n")
-    start = [tokenizer.bos_token_id] if _adds_bos(tokenizer) else []
+    start = first_tokens(tokenizer)
     length = tokens - len(needle) - len(start)
     if length < 1:
         raise ValueError(f"the buried passcode alone takes {len(needle)} tokens, more than {tokens}")
@@ -116,16 +116,22 @@ def bury(
     return Haystack(start + hay[:cut] + needle + hay[cut:length], code, position)
 
 
-def _adds_bos(tokenizer: Any) -> bool:
+def first_tokens(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before every text: its BOS token, or nothing."""
     bos = tokenizer.bos_token_id
-    return bos is not None and list(tokenizer("x", verbose=False).input_ids)[:1] == [bos]
+    return [bos] if bos is not None and list(tokenizer("x", verbose=False).input_ids)[:1] == [bos] else []
 
 
 def step(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Run ``ids [B, Sq]`` through the model on top of ``cache``; logits ``[B, vocab]`` of the last token."""
+    return logits(model, ids, cache, keep=1)[:, -1]
+
+
+def logits(model: Any, ids: torch.Tensor, cache: Any, keep: int = 0) -> torch.Tensor:
+    """As :func:`step`, logits ``[B, keep, vocab]`` of the last ``keep`` tokens; of all where ``keep`` is 0."""
     with torch.inference_mode():
-        output = model(ids, **{_cache_argument(type(model).forward): cache}, use_cache=True, logits_to_keep=1)
-    return output.logits[:, -1]
+        output = model(ids, **{_cache_argument(type(model).forward): cache}, use_cache=True, logits_to_keep=keep)
+    return output.logits
 
 
 @functools.cache
@@ -150,13 +156,13 @@ def feed(
 def ask(model: Any, tokenizer: Any, cache: Any, code: str, tokens: int = ANSWER_TOKENS) -> Answer:
     """Feed the question one token at a time, as a decode step each, then continue greedily."""
     for token in encode(tokenizer, QUESTION):
-        logits = step(model, torch.tensor([[token]], device=model.device), cache)
+        last = step(model, torch.tensor([[token]], device=model.device), cache)
     made: list[int] = []
     start = time.perf_counter()
     for _ in range(tokens):
-        token = int(logits[0].argmax())
+        token = int(last[0].argmax())
         made.append(token)
-        logits = step(model, torch.tensor([[token]], device=model.device), cache)
+        last = step(model, torch.tensor([[token]], device=model.device), cache)
     seconds = time.perf_counter() - start
     text = tokenizer.decode(made, skip_special_tokens=True)
     return Answer(" ".join(text.split()), code in text, tokens, seconds)

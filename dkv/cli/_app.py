@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dkv._version import __version__
-from dkv.cli import bench, demo, generate, info, profile, recall
+from dkv.cli import bench, demo, fidelity, generate, info, profile, recall
 from dkv.cli._common import out
 
 app = typer.Typer(
@@ -36,5 +36,6 @@ app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("profile")(profile.profile)
 app.command("recall")(recall.recall)
+app.command("fidelity")(fidelity.fidelity)
 app.command("info")(info.info)
 app.add_typer(bench.app, name="bench")

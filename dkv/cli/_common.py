@@ -99,13 +99,13 @@ def at_least(name: str, value: int, low: int) -> int:
     return value
 
 
-def integers(name: str, text: str) -> list[int]:
-    """A comma-separated list of positive integers."""
+def integers(name: str, text: str, low: int = 1) -> list[int]:
+    """A comma-separated list of integers, none below ``low``."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
         raise CliError(f"{name} must be integers with commas between them, got {text!r}") from None
-    return [at_least(name, value, 1) for value in values]
+    return [at_least(name, value, low) for value in values]
 
 
 def check_dtype(dtype: str) -> str:

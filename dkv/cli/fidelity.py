@@ -1,0 +1,159 @@
+"""``dkv fidelity``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from dkv.cli import _common
+from dkv.cli._common import CliError, err, out
+
+NEEDED = ("name", "kind", "ratio", "whole_cache_ratio", "std_kl", "std_top1", "copy_kl", "copy_top1", "recall", "n")
+
+
+def fidelity(
+    model: _common.ModelOption = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(help="Tokens before a continuation; a multiple of 256.")] = 7424,
+    offsets: Annotated[
+        str, typer.Option(help="Tokens of the text at which a measured text begins, with commas.")
+    ] = "0,20000,40000,60000",
+    trials: Annotated[int, typer.Option(help="Passcodes; 0 leaves recall out.")] = 5,
+    dtype: _common.DtypeOption = "float32",
+    device: _common.DeviceOption = "cpu",
+    text: Annotated[Path | None, typer.Option(help="Measure on this UTF-8 file instead of built-in prose.")] = None,
+    variants: Annotated[
+        str | None, typer.Option(help="Names of DKV variants, with commas; all of them if unset.")
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Measure other quantisers too.")] = True,
+    add: Annotated[
+        Path | None, typer.Option(help="Show the rows of this JSON file too, as kvpress_peer writes it.")
+    ] = None,
+    seed: _common.SeedOption = 0,
+    json_file: _common.JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw KL against ratio into this file, .png or .svg.")] = None,
+) -> None:
+    """Measure how far compressed caches are from the dense one: KL, top-1 and recall, beside peers and floors."""
+    starts = _common.integers("--offsets", offsets, low=0)
+    if len(set(starts)) < len(starts):
+        raise CliError(f"--offsets must differ, got {offsets!r}")
+    _common.at_least("--trials", trials, 0)
+    _common.check_writable(json_file)
+    _check_plot(plot)
+    more = _read_rows(add, tokens, starts)
+    content = _read_text(text)
+    language_model, tokenizer = _common.load_model(model, dtype, device)
+    from dkv.benches import fidelity as bench
+    from dkv.benches import needle, plots
+    from dkv.benches import peers as other
+
+    _common.check_context(language_model, tokens, max(bench.LENGTH, needle.longest(tokenizer)))
+    chosen = bench.default_variants(language_model)
+    if variants is not None:
+        names = [name.strip() for name in variants.split(",")]
+        unknown = [name for name in names if name not in chosen]
+        if unknown:
+            raise CliError(f"--variants: unknown {unknown[0]!r}; known are {', '.join(chosen)}")
+        chosen = {name: chosen[name] for name in names}
+    try:
+        bench.passages(tokenizer, needle.prose() if content is None else content, tokens, starts)
+    except ValueError as error:
+        raise CliError(f"cannot measure this: {error}") from error
+    found, skipped = other.available(language_model) if peers else ([], [])
+    with err.status("Starting") as status:
+        rows = bench.run(
+            language_model,
+            tokenizer,
+            tokens,
+            starts,
+            trials,
+            seed,
+            content,
+            chosen,
+            found,
+            advance=status.update,
+        )
+    rows += more
+    out.print(_table(rows, f"Compressed cache against the dense one ({model}, {dtype}, {tokens:,} tokens)"))
+    texts = f"Mean of {len(starts)} texts, ± their standard deviation" if len(starts) > 1 else "One text"
+    out.print(
+        f"{texts}. The first {bench.SINK} and the last {bench.WINDOW} "
+        "tokens stay exact. KL in nats. Bytes are those of a 16-bit cache. Recall asks for a passcode after "
+        "compression, counted where the dense cache knows it."
+    )
+    for line in skipped if not more else skipped[:-1]:  # the last one says how to get rows to add
+        out.print(f"Not measured: {line}")
+    _common.write_json(json_file, rows)
+    if plot is not None:
+        try:
+            plots.fidelity(rows, plot)
+        except (OSError, ValueError) as error:
+            raise CliError(f"cannot write {plot}: {error}") from error
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title)
+    for column in ("variant", "ratio", "whole", "std KL", "top-1", "copy KL", "top-1", "recall"):
+        table.add_column(column, justify="left" if column == "variant" else "right", min_width=len(column))
+    for index, row in enumerate(rows):
+        table.add_row(
+            row["name"],
+            "-" if row["ratio"] is None else f"{row['ratio']:.2f}x",
+            f"{row['whole_cache_ratio']:.2f}x",
+            _with_spread(row, "std_kl"),
+            f"{row['std_top1']:.3f}",
+            _with_spread(row, "copy_kl"),
+            f"{row['copy_top1']:.3f}",
+            "-" if row["recall"] is None else f"{round(row['recall'] * row['n'])} of {row['n']}",
+            end_section=index + 1 < len(rows) and rows[index + 1]["kind"] != row["kind"],
+        )
+    return table
+
+
+def _with_spread(row: dict[str, Any], metric: str) -> str:
+    spread = row.get(f"{metric}_spread")
+    return f"{row[metric]:.3g}" + ("" if spread is None else f" ±{spread:.2g}")
+
+
+def _check_plot(path: Path | None) -> None:
+    if path is None:
+        return
+    _common.check_writable(path)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise CliError(f"--plot must end in .png, .svg or .pdf, got {str(path)!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CliError('--plot needs matplotlib: pip install "dkv[plot]"')
+
+
+def _read_text(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CliError(f"{path} is not UTF-8 text") from error
+
+
+def _read_rows(path: Path | None, tokens: int, offsets: list[int]) -> list[dict[str, Any]]:
+    """Rows that were measured before on the same texts."""
+    if path is None:
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CliError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CliError(f"{path} is not JSON") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and set(NEEDED) <= set(row) for row in rows):
+        raise CliError(f"{path} does not hold rows of dkv fidelity")
+    for row in rows:
+        if (row.get("tokens"), row.get("offsets")) != (tokens, offsets):
+            found = f"{row.get('tokens')} tokens at offsets {row.get('offsets')}"
+            raise CliError(f"{path}: {row['name']!r} was measured with {found}, not {tokens} at {offsets}")
+    return rows
