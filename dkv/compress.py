@@ -11,7 +11,13 @@ from dkv.types import CompressedBlocks
 
 
 def compress_blocks(
-    k: Any, v: Any, *, config: DKVConfig | None = None, token_weight: Any = None, backend: str | None = None
+    k: Any,
+    v: Any,
+    *,
+    config: DKVConfig | None = None,
+    token_weight: Any = None,
+    channel_weight: Any = None,
+    backend: str | None = None,
 ) -> CompressedBlocks:
     """Compress every block of ``config.block_size`` tokens, all kv heads together.
 
@@ -26,6 +32,9 @@ def compress_blocks(
         The default settings when None.
     token_weight : array [B, N * block_size], optional
         Finite and not negative; multiplies the keep-score of each token.
+    channel_weight : array [Hkv, D], optional
+        Mean square of the queries per key channel, finite and not negative; all 1 when None. Decides which channels of a
+        key are the important ones where ``config.key_bits`` gives them different widths.
     backend : {"reference", "torch", "triton", "mlx"}, optional
         Used or refused; the arrays' own library decides when None.
 
@@ -53,15 +62,20 @@ def compress_blocks(
     if k.shape[2] % config.block_size:
         raise ValueError(f"k must hold a multiple of block_size={config.block_size} tokens, got {k.shape[2]}")
     check.check_format(config, check.dtype_name(k))
-    chosen = resolve(backend, k=k, v=v, token_weight=token_weight)
-    check.check_device(k=k, v=v, token_weight=token_weight)
+    chosen = resolve(backend, k=k, v=v, token_weight=token_weight, channel_weight=channel_weight)
+    check.check_device(k=k, v=v, token_weight=token_weight, channel_weight=channel_weight)
     size = config.block_size
     _refuse_blocks(~_finite_blocks(k, size) | ~_finite_blocks(v, size), "NaN or infinity")
     if token_weight is not None:
         check.check_array("token_weight", token_weight, "B N", B=k.shape[0], N=k.shape[2])
         if not bool(((token_weight >= 0) & (token_weight < float("inf"))).all()):
             raise ValueError("token_weight must be finite and not negative")
-    result = op_module(chosen, "compress").compress_blocks(k, v, config.block_format, config.keep, token_weight)
+    if channel_weight is not None:
+        check.check_array("channel_weight", channel_weight, "Hkv D", Hkv=k.shape[1], D=k.shape[3])
+        if not bool(((channel_weight >= 0) & (channel_weight < float("inf"))).all()):
+            raise ValueError("channel_weight must be finite and not negative")
+    compress = op_module(chosen, "compress").compress_blocks
+    result = compress(k, v, config.block_format, config.keep, token_weight, channel_weight)
     return result if isinstance(result, CompressedBlocks) else CompressedBlocks(format=config.block_format, **result)
 
 

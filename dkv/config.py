@@ -12,7 +12,7 @@ from dkv.types import BlockFormat
 
 KEEPS = ("distinct", "error")
 FORMATS = ("compact", "fp32", "fp16", "bf16")
-ROUTERS = ("lowrank", "minmax", "residual")
+ROUTERS = ("lowrank", "keys", "minmax", "residual")
 SHARES = ("kv_head", "all")
 EVERY_BLOCK = 2**31 - 1  # a top_k beyond any number of blocks
 HOW_TO_PROFILE = "make a profile with `dkv profile MODEL -o FILE`, then cfg.with_profile(dkv.HeadProfile.load(FILE))"
@@ -28,7 +28,7 @@ class HeadTier:
         Of all kv heads of the model, 0 to 1; the shares of a config's tiers sum to 1.
     routed : bool
         Whether a decode step routes these heads. False attends all their blocks, which is cheap where blocks are small.
-    rank, num_residuals, residual_bits : optional
+    rank, num_residuals, residual_bits, key_bits, value_bits : optional
         Instead of the config's; None leaves it as it is.
     """
 
@@ -38,6 +38,8 @@ class HeadTier:
     rank: int | None = None
     num_residuals: int | None = None
     residual_bits: int | None = None
+    key_bits: tuple[int, ...] | None = None
+    value_bits: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, (int, float)):
@@ -88,11 +90,16 @@ class DKVConfig:
         low-rank part reconstructs worst.
     format : {"compact", "fp32", "fp16", "bf16"}
         "compact" stores int8 factors and 4-bit rows; the others store factors in that dtype and rows bit-exact.
-    residual_bits : {4, 8, 16}, optional
-        Overrides the format's row width; 16 means the cache's own dtype.
+    residual_bits : int, optional
+        Overrides the format's row width: 1 to 8, or 16 for the cache's own dtype.
+    key_bits : tuple of 8 int, optional
+        Width of keys for each eighth of the channels, the most important ones first; see :class:`BlockFormat`.
+    value_bits : int, optional
+        Width of values, 0 to 8.
     top_k : int
         Blocks that a decode step attends, per kv head.
-    router : {"lowrank", "minmax", "residual"}
+    router : {"lowrank", "keys", "minmax", "residual"}
+        "keys" scores every stored row of a block; the others a cheaper picture of it.
     share : {"kv_head", "all"}
         Whether each kv head selects blocks of its own, or all heads of a layer (of a head group) share one set.
     sink_blocks : int
@@ -124,6 +131,8 @@ class DKVConfig:
     keep: str = "distinct"
     format: str = "compact"
     residual_bits: int | None = None
+    key_bits: tuple[int, ...] | None = None
+    value_bits: int | None = None
     top_k: int = 16
     router: str = "lowrank"
     share: str = "kv_head"
@@ -154,7 +163,7 @@ class DKVConfig:
         for name, choices in (("keep", KEEPS), ("format", FORMATS), ("router", ROUTERS), ("share", SHARES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
-        self.block_format  # noqa: B018  checks residual_bits
+        object.__setattr__(self, "key_bits", self.block_format.key_bits)  # checks the widths; a list became a tuple
         if self.profile is not None and not isinstance(self.profile, HeadProfile):
             raise TypeError(f"profile must be a HeadProfile, got {type(self.profile).__qualname__}")
         self._check_tiers()
@@ -193,6 +202,8 @@ class DKVConfig:
             num_residuals=self.num_residuals,
             factor_bits=8 if compact else (32 if self.format == "fp32" else 16),
             residual_bits=bits,
+            key_bits=self.key_bits,
+            value_bits=self.value_bits,
             minmax=self.router == "minmax",
         )
 

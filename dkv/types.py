@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray, torch.Tensor or mlx.core.array
 
-RESIDUAL_GROUP = 64  # kept rows that share one K scale per channel
+RESIDUAL_GROUP = 128  # kept rows that share one scale per channel
+EIGHTHS = 8  # of a key's channels, each with a width of its own
 MAX_BLOCK_SIZE = 256  # residual positions are uint8
 MAX_RANK = 128
 FACTOR_BITS = (8, 16, 32)
-RESIDUAL_BITS = (4, 8, 16)
+MAX_CODE_BITS = 8
+EXACT_BITS = 16  # the cache's own dtype
 
 
 class AttentionState(NamedTuple):
@@ -45,7 +47,13 @@ class BlockFormat:
     factor_bits : int
         8 (int8 with scales), 16 (bfloat16 for a bfloat16 cache, else float16) or 32.
     residual_bits : int
-        4 or 8 (asymmetric; K per channel over 64 kept rows, V per row and head) or 16 (the cache's own dtype, exact).
+        Width of the stored numbers of residual rows: 1 to 8 (asymmetric codes, one scale per channel and 128 kept rows)
+        or 16 (the cache's own dtype, exact).
+    key_bits : tuple of 8 int, optional
+        Width of keys for each eighth of the channels, the most important channels of a head first: 0 to 8, never
+        rising. 0 stores a channel's mean alone. ``residual_bits`` for all where None.
+    value_bits : int, optional
+        Width of values, 0 to 8; ``residual_bits`` where None.
     minmax : bool
         Store ``k_min`` and ``k_max`` for the min/max router.
     """
@@ -55,6 +63,8 @@ class BlockFormat:
     num_residuals: int = 255
     factor_bits: int = 8
     residual_bits: int = 4
+    key_bits: tuple[int, ...] | None = None
+    value_bits: int | None = None
     minmax: bool = False
 
     def __post_init__(self) -> None:
@@ -69,12 +79,57 @@ class BlockFormat:
             if value < low or (high is not None and value > high):
                 allowed = f"{low}..{high}" if high is not None else f"{low} or more"
                 raise ValueError(f"{name} must be {allowed}, got {value}")
-        for name, choices in (("factor_bits", FACTOR_BITS), ("residual_bits", RESIDUAL_BITS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        if self.factor_bits not in FACTOR_BITS:
+            raise ValueError(f"factor_bits must be one of {FACTOR_BITS}, got {self.factor_bits!r}")
+        self._check_widths()
         if not isinstance(self.minmax, bool):
             raise TypeError(f"minmax must be a bool, got {self.minmax!r}")
         object.__setattr__(self, "num_residuals", min(self.num_residuals, self.block_size - 1))
+
+    def _check_widths(self) -> None:
+        bits = self.residual_bits
+        if not _is_width(bits, 1) and bits != EXACT_BITS:
+            raise ValueError(f"residual_bits must be 1..{MAX_CODE_BITS} or {EXACT_BITS}, got {bits!r}")
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) is not None and bits == EXACT_BITS:
+                raise ValueError(f"{name} must be None where rows are exact, got {getattr(self, name)!r}")
+        if self.value_bits is not None and not _is_width(self.value_bits, 0):
+            raise ValueError(f"value_bits must be 0..{MAX_CODE_BITS}, got {self.value_bits!r}")
+        if self.key_bits is None:
+            return
+        if not isinstance(self.key_bits, (tuple, list)):
+            raise TypeError(f"key_bits must be a tuple of {EIGHTHS} ints, got {self.key_bits!r}")
+        widths = tuple(self.key_bits)
+        falling = all(a >= b for a, b in zip(widths, widths[1:]))
+        if len(widths) != EIGHTHS or not all(_is_width(width, 0) for width in widths) or not falling:
+            raise ValueError(f"key_bits must be {EIGHTHS} widths of 0..{MAX_CODE_BITS}, never rising, got {widths}")
+        object.__setattr__(self, "key_bits", widths)
+
+    @property
+    def exact_rows(self) -> bool:
+        """Whether residual rows are stored in the cache's own dtype."""
+        return self.residual_bits == EXACT_BITS
+
+    @property
+    def orders_channels(self) -> bool:
+        """Whether the channels of keys have different widths, so that their order is stored."""
+        return self.key_bits is not None and len(set(self.key_bits)) > 1
+
+    def key_segments(self, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """``(channels, bits)`` of each run of equally wide channels of a coded key, in stored order."""
+        widths = self.key_bits or (self.residual_bits,) * EIGHTHS
+        found: list[tuple[int, int]] = []
+        for eighth, width in enumerate(widths):
+            count = (eighth + 1) * head_dim // EIGHTHS - eighth * head_dim // EIGHTHS
+            if found and found[-1][1] == width:
+                found[-1] = (found[-1][0] + count, width)
+            elif count:
+                found.append((count, width))
+        return tuple(found)
+
+    def value_segments(self, head_dim_v: int) -> tuple[tuple[int, int], ...]:
+        """``(channels, bits)`` of a coded value: one run of all channels."""
+        return ((head_dim_v, self.residual_bits if self.value_bits is None else self.value_bits),)
 
     @property
     def keeps_every_row(self) -> bool:
@@ -87,11 +142,25 @@ class BlockFormat:
         return min(self.rank, self.block_size - 1, width)
 
 
+def _is_width(value: Any, low: int) -> bool:
+    return type(value) is int and low <= value <= MAX_CODE_BITS
+
+
+def code_parts(bits: int) -> tuple[int, ...]:
+    """Widths 8, 4, 2, 1 that add up to ``bits``, the widest first: how a code is split into whole fields of a byte."""
+    return tuple(part for part in (8, 4, 2, 1) if bits & part)
+
+
+def code_bytes(segments: tuple[tuple[int, int], ...]) -> int:
+    """Bytes of one row of codes."""
+    return sum(-(-count * part // 8) for count, bits in segments for part in code_parts(bits))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompressedBlocks:
     """``N`` compressed blocks of ``S`` tokens for each of ``B`` sequences and ``H`` kv heads.
 
-    Shapes use ``r`` stored rank, ``R`` residual rows, ``Q = ceil(R / 64)`` scale groups; ``half(D) = ceil(D / 2)``.
+    Shapes use ``r`` stored rank, ``R`` residual rows, ``Q = ceil(R / 128)`` scale groups.
     A part that the format does not need is ``None``. The decoded values are defined in ``reference/README.md``.
 
     Attributes
@@ -114,12 +183,14 @@ class CompressedBlocks:
         ``basis_v`` is divided by it.
     residual_indices : array [B, N, R], uint8
         Positions in the block of the residual rows, ascending, never 0.
-    residual_k : array [B, N, H, R, D] cache dtype or 8-bit uint8 codes, or [B, N, H, R, half(D)] 4-bit codes
-        Four bits: channel ``d < half(D)`` in the low nibble of byte ``d``, channel ``half(D) + d`` in its high one.
+    residual_k : array [B, N, H, R, D], cache dtype, or uint8 codes [B, N, H, R, bytes]
     residual_k_scale, residual_k_min : array [B, N, H, Q, D], float16, or None
+        Channels in stored order.
     residual_k_unit : array [B, N, H], float32, or None
-    residual_v : array, as ``residual_k`` with ``Dv``
-    residual_v_scale, residual_v_min : array [B, N, H, R], float16, or None
+    residual_k_order : array [B, N, H, D], uint8, or None
+        The channel at each place of the stored order, where key channels have different widths.
+    residual_v : array [B, N, H, R, Dv], cache dtype, or uint8 codes [B, N, H, R, bytes]
+    residual_v_scale, residual_v_min : array [B, N, H, Q, Dv], float16, or None
     residual_v_unit : array [B, N, H], float32, or None
     k_min, k_max : array [B, N, H, D], cache dtype, or None
     block_counts : array [B], int32, or None
@@ -143,6 +214,7 @@ class CompressedBlocks:
     residual_k_scale: Array = None
     residual_k_min: Array = None
     residual_k_unit: Array = None
+    residual_k_order: Array = None
     residual_v_scale: Array = None
     residual_v_min: Array = None
     residual_v_unit: Array = None
