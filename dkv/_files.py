@@ -15,7 +15,7 @@ import numpy as np
 from dkv._checks import DTYPES, dtype_name
 from dkv.types import BlockFormat, CompressedBlocks
 
-VERSIONS = {"blocks": 1, "cache": 2}  # by kind
+VERSIONS = {"blocks": 2, "cache": 3}  # by kind
 CACHE_DTYPE = "float64"  # stands for the cache's dtype in a layout: no part is float64
 REQUIRED = {"anchor_k", "anchor_v", "u", "u_unit", "basis_k", "residual_indices", "residual_k", "residual_v"}
 
@@ -140,7 +140,7 @@ def build_blocks(format_fields: Any, tensors: dict[str, Any]) -> CompressedBlock
 
 
 def _check_positions(blocks: CompressedBlocks) -> None:
-    """Counts and residual positions that name what exists."""
+    """Counts, residual positions and channels that name what exists."""
     counts = [blocks.num_blocks] * blocks.batch_size
     if blocks.block_counts is not None:
         if tuple(blocks.block_counts.shape) != (blocks.batch_size,):
@@ -153,3 +153,7 @@ def _check_positions(blocks: CompressedBlocks) -> None:
         stepped = np.diff(positions, axis=-1, prepend=0)
         if positions.size and (stepped.min() < 1 or positions.max() >= blocks.block_size):
             raise ValueError(f"residual_indices of the file must ascend within 1..{blocks.block_size - 1}")
+        if blocks.residual_k_order is not None:
+            order = np.sort(np.asarray(blocks.residual_k_order[row, :count]), axis=-1)
+            if (order != np.arange(blocks.head_dim)).any():
+                raise ValueError(f"residual_k_order of the file must hold each of {blocks.head_dim} channels once")

@@ -9,6 +9,8 @@ from dkv._dispatch import op_module, resolve
 from dkv.config import DKVConfig
 from dkv.types import CompressedBlocks
 
+MAX_ORDERED = 256  # channels whose stored order fits uint8
+
 
 def compress_blocks(
     k: Any,
@@ -33,8 +35,8 @@ def compress_blocks(
     token_weight : array [B, N * block_size], optional
         Finite and not negative; multiplies the keep-score of each token.
     channel_weight : array [Hkv, D], optional
-        Mean square of the queries per key channel, finite and not negative; all 1 when None. Decides which channels of a
-        key are the important ones where ``config.key_bits`` gives them different widths.
+        Mean square of the queries per key channel, finite and not negative; all 1 when None. Decides which channels of
+        a key are the important ones where ``config.key_bits`` gives them different widths.
     backend : {"reference", "torch", "triton", "mlx"}, optional
         Used or refused; the arrays' own library decides when None.
 
@@ -62,6 +64,8 @@ def compress_blocks(
     if k.shape[2] % config.block_size:
         raise ValueError(f"k must hold a multiple of block_size={config.block_size} tokens, got {k.shape[2]}")
     check.check_format(config, check.dtype_name(k))
+    if config.block_format.orders_channels and k.shape[3] > MAX_ORDERED:
+        raise ValueError(f"k must have at most {MAX_ORDERED} channels where key_bits differ, got {k.shape[3]}")
     chosen = resolve(backend, k=k, v=v, token_weight=token_weight, channel_weight=channel_weight)
     check.check_device(k=k, v=v, token_weight=token_weight, channel_weight=channel_weight)
     size = config.block_size

@@ -48,6 +48,8 @@ class HeadTier:
             raise ValueError(f"share of a tier must be 0..1, got {self.share}")
         if not isinstance(self.routed, bool):
             raise TypeError(f"routed of a tier must be a bool, got {self.routed!r}")
+        if isinstance(self.key_bits, list):  # as JSON has it
+            object.__setattr__(self, "key_bits", tuple(self.key_bits))
 
     def applied(self, config: DKVConfig) -> DKVConfig:
         """The plain config, without tiers and profile, of a group of this tier's heads."""

@@ -19,7 +19,7 @@ def block_nbytes(fmt: Any, num_kv_heads: int, head_dim: int, head_dim_v: int, ca
     """
     H, D, Dv, S, R = num_kv_heads, head_dim, head_dim_v, fmt.block_size, fmt.num_residuals
     r, Q = fmt.stored_rank(H, D, Dv), -(-R // RESIDUAL_GROUP)
-    factor, low_rank_v, codes = fmt.factor_bits // 8, not fmt.keeps_every_row, fmt.residual_bits < 16
+    factor, low_rank_v, codes = fmt.factor_bits // 8, not fmt.keeps_every_row, not fmt.exact_rows
     parts = {
         "anchor_k": H * D * cache_itemsize,
         "anchor_v": H * Dv * cache_itemsize,
@@ -32,13 +32,14 @@ def block_nbytes(fmt: Any, num_kv_heads: int, head_dim: int, head_dim_v: int, ca
         "basis_v_scale": r * 4 * (factor == 1) * low_rank_v,
         "v_gain": 4 * low_rank_v,
         "residual_indices": R,
-        "residual_k": H * R * (code_bytes(D, fmt.residual_bits) if codes else D * cache_itemsize),
-        "residual_v": H * R * (code_bytes(Dv, fmt.residual_bits) if codes else Dv * cache_itemsize),
+        "residual_k": H * R * (code_bytes(fmt.key_segments(D)) if codes else D * cache_itemsize),
+        "residual_v": H * R * (code_bytes(fmt.value_segments(Dv)) if codes else Dv * cache_itemsize),
         "residual_k_scale": H * Q * D * 2 * codes,
         "residual_k_min": H * Q * D * 2 * codes,
         "residual_k_unit": H * 4 * codes,
-        "residual_v_scale": H * R * 2 * codes,
-        "residual_v_min": H * R * 2 * codes,
+        "residual_k_order": H * D * fmt.orders_channels,
+        "residual_v_scale": H * Q * Dv * 2 * codes,
+        "residual_v_min": H * Q * Dv * 2 * codes,
         "residual_v_unit": H * 4 * codes,
         "k_min": H * D * cache_itemsize * fmt.minmax,
         "k_max": H * D * cache_itemsize * fmt.minmax,

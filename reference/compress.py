@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from dkv.reference.storage import (
-    RESIDUAL_GROUP,
     block_layout,
+    channel_order,
     lowrank_factors,
     narrow,
     residual_positions,
@@ -25,12 +25,18 @@ MAX_GAIN = 1e4
 PARTS = (
     *("anchor_k", "anchor_v", "u", "u_scale", "u_unit", "basis_k", "basis_k_scale", "basis_v", "basis_v_scale"),
     *("v_gain", "residual_indices", "residual_k", "residual_k_scale", "residual_k_min", "residual_k_unit"),
-    *("residual_v", "residual_v_scale", "residual_v_min", "residual_v_unit", "k_min", "k_max", "block_counts"),
+    *("residual_k_order", "residual_v", "residual_v_scale", "residual_v_min", "residual_v_unit"),
+    *("k_min", "k_max", "block_counts"),
 )
 
 
 def compress_blocks(
-    k: np.ndarray, v: np.ndarray, fmt: Any, keep: str = "distinct", token_weight: np.ndarray | None = None
+    k: np.ndarray,
+    v: np.ndarray,
+    fmt: Any,
+    keep: str = "distinct",
+    token_weight: np.ndarray | None = None,
+    channel_weight: np.ndarray | None = None,
 ) -> dict[str, np.ndarray | None]:
     """Compress every block of ``fmt.block_size`` tokens on its own.
 
@@ -46,6 +52,8 @@ def compress_blocks(
     keep : {"distinct", "error"}
     token_weight : array [B, N * S], optional
         Multiplies the keep-score.
+    channel_weight : array [H, D], optional
+        Multiplies the importance of each channel of a key.
 
     Returns
     -------
@@ -61,13 +69,14 @@ def compress_blocks(
     Dv, S = v.shape[3], fmt.block_size
     N = num_tokens // S
     layout = block_layout(fmt, H, D, Dv, k.dtype, v.dtype)
+    importance = np.ones((H, D)) if channel_weight is None else widen(channel_weight)
     stored = {name: np.zeros((B, N, *shape), dtype) for name, (shape, dtype) in layout.items()}
     for b in range(B):
         for n in range(N):
             rows = slice(n * S, (n + 1) * S)
             weight = np.ones(S) if token_weight is None else widen(token_weight[b, rows])
             try:
-                block = _compress_block(k[b, :, rows], v[b, :, rows], fmt, keep, weight)
+                block = _compress_block(k[b, :, rows], v[b, :, rows], fmt, keep, weight, importance)
             except (ValueError, np.linalg.LinAlgError) as error:
                 raise ValueError(f"batch row {b}, block {n}: {error}") from error
             for name, part in block.items():
@@ -75,7 +84,9 @@ def compress_blocks(
     return {name: stored.get(name) for name in PARTS}
 
 
-def _compress_block(k: np.ndarray, v: np.ndarray, fmt: Any, keep: str, weight: np.ndarray) -> dict[str, np.ndarray]:
+def _compress_block(
+    k: np.ndarray, v: np.ndarray, fmt: Any, keep: str, weight: np.ndarray, channel_weight: np.ndarray
+) -> dict[str, np.ndarray]:
     """``k [H, S, D]`` and ``v [H, S, Dv]`` of one block to its parts."""
     H, S, D = k.shape
     exact_k, exact_v = k, v
@@ -106,11 +117,15 @@ def _compress_block(k: np.ndarray, v: np.ndarray, fmt: Any, keep: str, weight: n
     parts |= store_factors(u, basis_k, basis_v, fmt.factor_bits)
     if not fmt.keeps_every_row:
         parts["v_gain"] = np.asarray(gain)
-    if fmt.residual_bits == 16:
+    if fmt.exact_rows:
         parts |= {"residual_k": exact_k[:, indices], "residual_v": exact_v[:, indices]}
     else:
-        parts |= store_rows(dk[:, indices], RESIDUAL_GROUP, fmt.residual_bits, "residual_k")
-        parts |= store_rows(v[:, indices], None, fmt.residual_bits, "residual_v")
+        rows = dk[:, indices]
+        if fmt.orders_channels:
+            order = parts["residual_k_order"] = channel_order(rows, channel_weight)  # [H, D]
+            rows = np.take_along_axis(rows, order[:, None], axis=2)
+        parts |= store_rows(rows, fmt.key_segments(D), "residual_k")
+        parts |= store_rows(v[:, indices], fmt.value_segments(v.shape[2]), "residual_v")
     if fmt.minmax:
         parts |= {"k_min": k.min(axis=1), "k_max": k.max(axis=1)}
     return parts

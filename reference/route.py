@@ -30,7 +30,7 @@ def route_blocks(
     blocks : CompressedBlocks
     top_k : int
         Blocks selected in all, sink and recent blocks included.
-    router : {"lowrank", "minmax", "residual"}
+    router : {"lowrank", "keys", "minmax", "residual"}
     share : {"kv_head", "all"}
     sm_scale : float, optional
     sink_blocks, recent_blocks : int
@@ -54,9 +54,9 @@ def route_scores(q: np.ndarray, blocks: Any, router: str, sm_scale: float | None
     """Score of every block for every query, float64 ``[B, Hq, Sq, N]``.
 
     ``-inf`` stands for NaN and for a block that is not valid.
-    "lowrank": log-sum-exp of the block's logits, residual rows as they are decoded; where every row is a residual, all
-    rows in the low-rank space instead. "minmax": upper bound of its logits. "residual": largest logit of its anchor and
-    residual rows.
+    "keys": log-sum-exp of the block's logits, residual rows as they are decoded. "lowrank": the same, but where every
+    row is a residual, all rows in the low-rank space instead. "minmax": upper bound of its logits. "residual": largest
+    logit of its anchor and residual rows.
     """
     B, Hq, Sq, D = q.shape
     N, Hkv = blocks.anchor_k.shape[1:3]
@@ -78,7 +78,7 @@ def route_scores(q: np.ndarray, blocks: Any, router: str, sm_scale: float | None
             scores[b, h][..., n] = scaled(largest, D, sm_scale)
         else:
             logits = lowrank_logits(query, a_k, basis_k[b, n, h], u[b, n])  # [G, Sq, n, S]
-            if not blocks.format.keeps_every_row:
+            if router == "keys" or not blocks.format.keeps_every_row:
                 logits[..., kept[b, n]] = at_residuals.reshape(*logits.shape[:2], kept[b, n].sum())
             scores[b, h][..., n] = softmax(scaled(logits, D, sm_scale), True)[1]
     return np.where(np.isnan(scores), -np.inf, scores).reshape(B, Hq, Sq, N)

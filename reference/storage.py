@@ -6,10 +6,19 @@ from typing import Any
 
 import numpy as np
 
-RESIDUAL_GROUP = 64  # kept rows that share one K scale per channel
+RESIDUAL_GROUP = 128  # kept rows that share one scale per channel
 ROW_UNIT_SHIFT = 14  # row scales and minima reach at most 2**14 in their unit, far from the end of float16
+CLIPS = {  # bits -> how much of a group's range its codes may span
+    1: (1, 0.75, 0.6, 0.5, 0.42, 0.35, 0.3),
+    2: (1, 0.85, 0.75, 0.65, 0.55, 0.47),
+    3: (1, 0.9, 0.8, 0.7, 0.6),
+    4: (1, 0.94, 0.87, 0.8, 0.72),
+    5: (1, 0.95, 0.9),
+    **{bits: (1,) for bits in (6, 7, 8)},
+}
 
 Layout = dict[str, tuple[tuple[int, ...], Any]]
+Segments = tuple[tuple[int, int], ...]  # channels and bits of each run of equally wide channels
 
 
 def widen(x: np.ndarray) -> np.ndarray:
@@ -50,36 +59,60 @@ def block_layout(fmt: Any, num_kv_heads: int, head_dim: int, head_dim_v: int, k_
         if not fmt.keeps_every_row:
             layout["basis_v_scale"] = ((r,), np.float32)
     layout["residual_indices"] = ((R,), np.uint8)
-    if fmt.residual_bits == 16:
+    if fmt.exact_rows:
         layout |= {"residual_k": ((H, R, D), k_dtype), "residual_v": ((H, R, Dv), v_dtype)}
     else:
         Q = -(-R // RESIDUAL_GROUP)
-        layout["residual_k"] = ((H, R, code_bytes(D, fmt.residual_bits)), np.uint8)
-        layout["residual_v"] = ((H, R, code_bytes(Dv, fmt.residual_bits)), np.uint8)
-        for name in ("scale", "min"):
-            layout |= {f"residual_k_{name}": ((H, Q, D), np.float16), f"residual_v_{name}": ((H, R), np.float16)}
-        layout |= {"residual_k_unit": ((H,), np.float32), "residual_v_unit": ((H,), np.float32)}
+        for name, dim, segments in (("k", D, fmt.key_segments(D)), ("v", Dv, fmt.value_segments(Dv))):
+            layout |= {f"residual_{name}": ((H, R, code_bytes(segments)), np.uint8)}
+            layout |= {f"residual_{name}_{part}": ((H, Q, dim), np.float16) for part in ("scale", "min")}
+            layout |= {f"residual_{name}_unit": ((H,), np.float32)}
+        if fmt.orders_channels:
+            layout |= {"residual_k_order": ((H, D), np.uint8)}
     if fmt.minmax:
         layout |= {"k_min": ((H, D), k_dtype), "k_max": ((H, D), k_dtype)}
     return layout
 
 
-def code_bytes(dim: int, bits: int) -> int:
-    """Bytes of one row of ``dim`` codes."""
-    return -(-dim // 2) if bits == 4 else dim
+def code_parts(bits: int) -> list[int]:
+    """Widths 8, 4, 2, 1 that add up to ``bits``, the widest first."""
+    return [part for part in (8, 4, 2, 1) if bits & part]
 
 
-def pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Codes 0..15 ``[..., D]`` to bytes ``[..., ceil(D / 2)]``: channel ``d`` low, channel ``ceil(D / 2) + d`` high."""
-    half = -(-codes.shape[-1] // 2)
-    padded = np.zeros((*codes.shape[:-1], 2 * half), np.uint8)
-    padded[..., : codes.shape[-1]] = codes
-    return padded[..., :half] | (padded[..., half:] << 4)
+def code_bytes(segments: Segments) -> int:
+    """Bytes of one row of codes."""
+    return sum(-(-count * part // 8) for count, bits in segments for part in code_parts(bits))
 
 
-def unpack_nibbles(packed: np.ndarray, dim: int) -> np.ndarray:
-    """The inverse of :func:`pack_nibbles`."""
-    return np.concatenate([packed & 15, packed >> 4], axis=-1)[..., :dim]
+def pack_codes(codes: np.ndarray, segments: Segments) -> np.ndarray:
+    """Codes ``[..., D]`` to bytes ``[..., code_bytes]``; see README, "Packing"."""
+    packed, start = [np.zeros((*codes.shape[:-1], 0), np.uint8)], 0
+    for count, bits in segments:
+        run, left = codes[..., start : start + count], bits
+        for part in code_parts(bits):
+            left -= part
+            fields, size = 8 // part, -(-count * part // 8)
+            padded = np.zeros((*codes.shape[:-1], fields * size), np.uint8)
+            padded[..., :count] = (run >> left) & (2**part - 1)
+            places = part * np.arange(fields, dtype=np.uint8)[:, None]
+            packed.append((padded.reshape(*codes.shape[:-1], fields, size) << places).sum(axis=-2, dtype=np.uint8))
+        start += count
+    return np.concatenate(packed, axis=-1)
+
+
+def unpack_codes(packed: np.ndarray, segments: Segments) -> np.ndarray:
+    """The inverse of :func:`pack_codes`."""
+    codes, start = [np.zeros((*packed.shape[:-1], 0), np.uint8)], 0
+    for count, bits in segments:
+        run = np.zeros((*packed.shape[:-1], count), np.uint8)
+        for part in code_parts(bits):
+            fields, size = 8 // part, -(-count * part // 8)
+            places = part * np.arange(fields, dtype=np.uint8)[:, None]
+            found = (packed[..., None, start : start + size] >> places) & np.uint8(2**part - 1)
+            run = (run << part) | found.reshape(*packed.shape[:-1], fields * size)[..., :count]
+            start += size
+        codes.append(run)
+    return np.concatenate(codes, axis=-1)
 
 
 def store_factors(u: np.ndarray, basis_k: np.ndarray, basis_v: np.ndarray | None, bits: int) -> dict[str, np.ndarray]:
@@ -104,37 +137,56 @@ def codes_of(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(np.divide(x, scale, out=np.zeros_like(x), where=scale != 0)), -127, 127)
 
 
-def store_rows(x: np.ndarray, group: int | None, bits: int, name: str) -> dict[str, np.ndarray]:
-    """Asymmetric codes of rows ``x [H, R, D]``: one scale per ``group`` rows and channel, or per row where None."""
+def channel_order(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Channels ``[H, D]`` of rows ``x [H, R, D]`` by descending weight times squared range, ties ascending."""
+    ranges = [np.square(part.max(axis=1) - part.min(axis=1)) for part in row_groups(x)]
+    return np.argsort(-weight * sum(ranges, np.zeros_like(weight)), axis=1, kind="stable")
+
+
+def row_groups(x: np.ndarray) -> list[np.ndarray]:
+    """Rows ``[H, R, D]`` in groups that share their scales."""
+    return [x[:, start : start + RESIDUAL_GROUP] for start in range(0, x.shape[1], RESIDUAL_GROUP)]
+
+
+def store_rows(x: np.ndarray, segments: Segments, name: str) -> dict[str, np.ndarray]:
+    """Codes of rows ``x [H, R, D]`` in stored order, with a scale per channel and group; see README, "Scales"."""
     H, R, D = x.shape
-    levels = 2**bits - 1
-    if group is None:
-        low, high = x.min(axis=2), x.max(axis=2)  # [H, R]
-    else:
-        parts = [x[:, start : start + group] for start in range(0, R, group)]
-        low = np.stack([part.min(axis=1) for part in parts], axis=1) if parts else np.zeros((H, 0, D))  # [H, Q, D]
-        high = np.stack([part.max(axis=1) for part in parts], axis=1) if parts else np.zeros((H, 0, D))
-    step = (high - low) / levels
-    largest = np.maximum(np.abs(low), step).reshape(H, -1).max(axis=1, initial=0.0)
+    Q = -(-R // RESIDUAL_GROUP)
+    codes, step, low = np.zeros((H, R, D), np.uint8), np.zeros((H, Q, D)), np.zeros((H, Q, D))
+    levels = np.repeat([max(2**bits - 1, 1) for _, bits in segments], [count for count, _ in segments])  # [D]
+    largest = np.zeros(H)
+    for group in row_groups(x):
+        lo, hi = group.min(axis=1), group.max(axis=1)  # [H, D]
+        reach = np.maximum(np.maximum(abs(lo), abs(hi)), (hi - lo) / levels)
+        largest = np.maximum(largest, reach.max(axis=1))
     unit = power_of_two(largest, ROW_UNIT_SHIFT)  # [H]
-    per_head = unit.reshape(H, *[1] * (low.ndim - 1))
-    low16, step16 = (low / per_head).astype(np.float16), (step / per_head).astype(np.float16)
-    low_row, step_row = spread_rows(low16, group, R), spread_rows(step16, group, R)  # [H, R, D or 1]
-    offset = x / unit[:, None, None] - low_row
-    codes = np.rint(np.divide(offset, step_row, out=np.zeros_like(x), where=step_row != 0))
-    codes = np.clip(codes, 0, levels).astype(np.uint8)
-    return {
-        name: pack_nibbles(codes) if bits == 4 else codes,
-        f"{name}_scale": step16,
-        f"{name}_min": low16,
-        f"{name}_unit": unit,
-    }
+    for q, group in enumerate(row_groups(x / unit[:, None, None])):
+        rows, start = slice(q * RESIDUAL_GROUP, (q + 1) * RESIDUAL_GROUP), 0
+        for count, bits in segments:
+            run = slice(start, start + count)
+            codes[:, rows, run], step[:, q, run], low[:, q, run] = code_group(group[:, :, run], bits)
+            start += count
+    return {name: pack_codes(codes, segments), f"{name}_scale": step, f"{name}_min": low, f"{name}_unit": unit}
 
 
-def spread_rows(x: np.ndarray, group: int | None, num_rows: int) -> np.ndarray:
-    """Scales ``[..., Q, D]`` or ``[..., R]`` as float64 ``[..., R, D or 1]``."""
-    x = widen(x)
-    return x[..., None] if group is None else np.repeat(x, group, axis=-2)[..., :num_rows, :]
+def code_group(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes ``[H, n, D]``, float16 steps and minima ``[H, D]`` of one group of rows: of all ranges the best one."""
+    lo, hi, levels = x.min(axis=1), x.max(axis=1), 2**bits - 1
+    if bits == 0:
+        return np.zeros_like(x), np.zeros_like(lo), x.mean(axis=1).astype(np.float16)
+    codes, step, low = np.zeros_like(x), np.zeros_like(lo), np.zeros_like(lo)
+    least = np.full_like(lo, np.inf)
+    for clip in CLIPS[bits]:
+        low_f = widen(((lo + hi) / 2 - clip * (hi - lo) / 2).astype(np.float16))[:, None]
+        step_f = widen((clip * (hi - lo) / levels).astype(np.float16))[:, None]
+        codes_f = np.divide(x - low_f, step_f, out=np.zeros_like(x), where=step_f != 0)
+        codes_f = np.clip(np.rint(codes_f), 0, levels)
+        error = np.square(low_f + step_f * codes_f - x).sum(axis=1)  # [H, D]
+        better = error < least
+        least = np.where(better, error, least)
+        codes = np.where(better[:, None], codes_f, codes)
+        step, low = np.where(better, step_f[:, 0], step), np.where(better, low_f[:, 0], low)
+    return codes, step, low
 
 
 def lowrank_factors(blocks: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -154,19 +206,23 @@ def lowrank_factors(blocks: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | N
 
 
 def residual_rows(blocks: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Decoded residual rows ``k [B, N, H, R, D]`` and ``v [B, N, H, R, Dv]``, float64."""
-    bits = blocks.format.residual_bits
-    if bits == 16:
+    """Decoded residual rows ``k [B, N, H, R, D]`` and ``v [B, N, H, R, Dv]``, float64, channels in their own order."""
+    if blocks.format.exact_rows:
         return widen(blocks.residual_k), widen(blocks.residual_v)
-    R, D, Dv = blocks.residual_indices.shape[-1], blocks.anchor_k.shape[-1], blocks.anchor_v.shape[-1]
-    k = unpack_nibbles(blocks.residual_k, D) if bits == 4 else blocks.residual_k
-    v = unpack_nibbles(blocks.residual_v, Dv) if bits == 4 else blocks.residual_v
-    k = spread_rows(blocks.residual_k_min, RESIDUAL_GROUP, R) + spread_rows(
-        blocks.residual_k_scale, RESIDUAL_GROUP, R
-    ) * widen(k)
-    v = spread_rows(blocks.residual_v_min, None, R) + spread_rows(blocks.residual_v_scale, None, R) * widen(v)
-    k = widen(blocks.anchor_k)[..., None, :] + widen(blocks.residual_k_unit)[..., None, None] * k
-    return k, widen(blocks.residual_v_unit)[..., None, None] * v
+    fmt, D, Dv = blocks.format, blocks.anchor_k.shape[-1], blocks.anchor_v.shape[-1]
+    k, v = decoded(blocks, "residual_k", fmt.key_segments(D)), decoded(blocks, "residual_v", fmt.value_segments(Dv))
+    if fmt.orders_channels:
+        place = np.argsort(blocks.residual_k_order, axis=-1)  # of each channel
+        k = np.take_along_axis(k, place[..., None, :], axis=-1)
+    return widen(blocks.anchor_k)[..., None, :] + k, v
+
+
+def decoded(blocks: Any, name: str, segments: Segments) -> np.ndarray:
+    """Coded rows ``[B, N, H, R, D]`` in stored order."""
+    packed, scale, low, unit = (getattr(blocks, name + part) for part in ("", "_scale", "_min", "_unit"))
+    codes = widen(unpack_codes(packed, segments))
+    low, scale = (np.repeat(widen(x), RESIDUAL_GROUP, axis=-2)[..., : codes.shape[-2], :] for x in (low, scale))
+    return widen(unit)[..., None, None] * (low + scale * codes)
 
 
 def residual_positions(blocks: Any) -> np.ndarray:
