@@ -306,7 +306,12 @@ def _public(op: str, backend: str) -> Callable[..., Any]:
     def run(*arguments: Any, **options: Any) -> Any:
         fmt = options.get("config")
         if op == "compress_blocks" and isinstance(fmt, BlockFormat):  # formats that no DKVConfig stands for
-            settings = (fmt, options.get("keep", "distinct"), options.get("token_weight"))
+            settings = (
+                fmt,
+                options.get("keep", "distinct"),
+                options.get("token_weight"),
+                options.get("channel_weight"),
+            )
             made = op_module(backend, "compress").compress_blocks(*arguments, *settings)
             return CompressedBlocks(format=fmt, **made) if isinstance(made, dict) else made
         return getattr(dkv, op)(*arguments, backend=backend, **options)
@@ -455,13 +460,14 @@ def _compare_blocks(
     v: np.ndarray,
     config: DKVConfig | BlockFormat,
     token_weight: np.ndarray | None = None,
+    channel_weight: np.ndarray | None = None,
     keep: str | None = None,
 ) -> None:
-    """Exact parts bit by bit, factors by their product, quantised rows by their step, selection up to near-ties."""
+    """Exact parts bit by bit, factors by their product, coded rows by squared error, what is chosen up to near-ties."""
     reference = op_module("reference", "compress")
     fmt = config if isinstance(config, BlockFormat) else config.block_format
     keep = keep or getattr(config, "keep", "distinct")
-    want = CompressedBlocks(format=fmt, **reference.compress_blocks(k, v, fmt, keep, token_weight))
+    want = CompressedBlocks(format=fmt, **reference.compress_blocks(k, v, fmt, keep, token_weight, channel_weight))
     if got.format != fmt:
         raise AssertionError(f"compress_blocks: format must be {fmt}, got {got.format}")
     for field in dataclasses.fields(CompressedBlocks):
@@ -482,8 +488,10 @@ def _compare_blocks(
     for b, n in np.ndindex(got.u.shape[:2]):
         rows = slice(n * size, (n + 1) * size)
         weight = None if token_weight is None else token_weight[b, rows].astype(np.float64)
-        where = f"row {b}, block {n}"
-        _compare_block(_block(got, b, n), _block(want, b, n), k[b, :, rows], v[b, :, rows], str(keep), weight, where)
+        where, mine = f"row {b}, block {n}", _block(got, b, n)
+        _compare_block(mine, _block(want, b, n), k[b, :, rows], v[b, :, rows], str(keep), weight, where)
+        if not fmt.exact_rows:
+            _compare_codes(mine, k[b, :, rows], v[b, :, rows], channel_weight, where)
 
 
 def _block(blocks: CompressedBlocks, b: int, n: int) -> CompressedBlocks:
@@ -530,24 +538,57 @@ def _compare_block(
         if gap > 1e-6 * max(score.max(), 1e-6):
             raise AssertionError(f"compress_blocks: {where}: a kept row scores {gap:.3g} below one left out ({keep!r})")
 
-    if fmt.residual_bits == 16:
+    if fmt.exact_rows:
         stored = zip(("residual_k", "residual_v"), (got.residual_k, got.residual_v), (exact_k, exact_v), strict=True)
         for name, part, rows in stored:
             if not _same_bits(part[0, 0], rows[:, kept]):
                 raise AssertionError(f"compress_blocks: {where}: {name} must hold the exact rows")
-        return
-    levels = 2**fmt.residual_bits - 1
-    decoded = storage.residual_rows(got)
-    for name, rows, shift, group in (("residual_k", dk, k[:, :1], True), ("residual_v", v, 0.0, False)):
-        part = decoded[0 if group else 1][0, 0] - shift
-        low, high = _spread(rows[:, kept], storage.RESIDUAL_GROUP if group else None)
-        step = (high - low) / levels
-        # half a step; minimum and step are float16 in their unit, whose smallest numbers are coarse
-        unit = getattr(got, f"{name}_unit")[0, 0].astype(np.float64)[:, None, None]
-        coarse = ROUNDING["float16"] * (np.abs(low) + levels * step) + (levels + 1) * SMALLEST["float16"] * unit
-        error, allowed_rows = np.abs(part - rows[:, kept]), 0.5 * step * (1 + 1e-6) + 1.01 * coarse
-        allowed_rows = allowed_rows + 1e-12 * np.abs(k if group else v).max(initial=0.0)
-        _refuse("compress_blocks", f"{name} of {where}", factor, error, allowed_rows, "half a quantisation step")
+
+
+def _compare_codes(
+    got: CompressedBlocks, k: np.ndarray, v: np.ndarray, channel_weight: np.ndarray | None, where: str
+) -> None:
+    """Coded rows by the squared error that the reference makes of the same rows and channels in the same order."""
+    storage, fmt, kept = op_module("reference", "storage"), got.format, got.residual_indices[0, 0].astype(np.int64)
+    k, v = k.astype(np.float64), v.astype(np.float64)
+    rows_k, (H, _, D) = (k - k[:, :1])[:, kept], k.shape
+    if fmt.orders_channels:
+        order = got.residual_k_order[0, 0].astype(np.int64)
+        if (np.sort(order, axis=1) != np.arange(D)).any():
+            raise AssertionError(
+                f"compress_blocks: {where}: residual_k_order must hold every channel once, got {order}"
+            )
+        weight = np.ones((H, D)) if channel_weight is None else channel_weight.astype(np.float64)
+        importance = np.take_along_axis(storage.channel_importance(rows_k, weight), order, axis=1)
+        if (np.diff(importance, axis=1) > 1e-6 * importance[:, :-1]).any():
+            raise AssertionError(f"compress_blocks: {where}: residual_k_order must descend in importance, got {order}")
+        rows_k = np.take_along_axis(rows_k, order[:, None], axis=2)
+    for name, rows, segments, largest in (
+        ("residual_k", rows_k, fmt.key_segments(D), np.abs(k).max()),
+        ("residual_v", v[:, kept], fmt.value_segments(v.shape[2]), np.abs(v).max()),
+    ):
+        parts = storage.store_rows(rows, segments, name)
+        stored = {part: x.astype(getattr(got, part).dtype)[None, None] for part, x in parts.items()}
+        want = dataclasses.replace(got, **stored)
+        mine, theirs = (
+            _group_norms(storage.decoded(blocks, name, segments)[0, 0] - rows, storage) for blocks in (got, want)
+        )
+        # float32 may round a minimum and a step to the float16 number beside the reference's, in few groups
+        levels = np.repeat([2**bits - 1 for _, bits in segments], [count for count, _ in segments])  # [D]
+        apart = 2 * ROUNDING["float16"] * (np.abs(parts[f"{name}_min"]) + levels * parts[f"{name}_scale"])  # [H, Q, D]
+        apart = parts[f"{name}_unit"][:, None, None] * (apart + (levels + 1) * SMALLEST["float16"])
+        apart = (apart + 1e-12 * largest) * _group_norms(np.ones_like(rows), storage)
+        what, kind = f"error of {name} of {where}", got.u.dtype.name
+        reason = "the reference's error of the group, and a float16 number apart"
+        _refuse("compress_blocks", what, kind, mine, 1.001 * theirs + apart, reason)
+        total, allowed = np.linalg.norm(mine)[None], 1.01 * np.linalg.norm(theirs) + apart.max(initial=0.0)
+        _refuse("compress_blocks", f"total {what}", kind, total, allowed, "the reference's, and a float16 number apart")
+
+
+def _group_norms(error: np.ndarray, storage: Any) -> np.ndarray:
+    """Norm of ``error [H, R, D]`` over the rows of each group, ``[H, Q, D]``."""
+    norms = [np.linalg.norm(group, axis=1) for group in storage.row_groups(error)]
+    return np.stack(norms, axis=1) if norms else np.zeros((error.shape[0], 0, error.shape[2]))
 
 
 def _joint(dk: np.ndarray, dv: np.ndarray | None) -> np.ndarray:
@@ -559,17 +600,6 @@ def _joint(dk: np.ndarray, dv: np.ndarray | None) -> np.ndarray:
 def _lowrank_rows(blocks: CompressedBlocks, storage: Any, gain: float) -> np.ndarray:
     u, basis_k, basis_v = storage.lowrank_factors(blocks)
     return _joint(u[0, 0] @ basis_k[0, 0], None if basis_v is None else gain * (u[0, 0] @ basis_v[0, 0]))
-
-
-def _spread(rows: np.ndarray, group: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Smallest and largest number that share a scale with each of ``rows [H, R, D]``."""
-    if group is None:
-        return rows.min(axis=2, keepdims=True), rows.max(axis=2, keepdims=True)
-    low, high = np.zeros_like(rows), np.zeros_like(rows)
-    for start in range(0, rows.shape[1], group):
-        part = slice(start, start + group)
-        low[:, part], high[:, part] = (f(rows[:, part], axis=1, keepdims=True) for f in (np.min, np.max))
-    return low, high
 
 
 def _widened(blocks: CompressedBlocks) -> CompressedBlocks:

@@ -138,9 +138,14 @@ def codes_of(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def channel_order(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Channels ``[H, D]`` of rows ``x [H, R, D]`` by descending weight times squared range, ties ascending."""
-    ranges = [np.square(part.max(axis=1) - part.min(axis=1)) for part in row_groups(x)]
-    return np.argsort(-weight * sum(ranges, np.zeros_like(weight)), axis=1, kind="stable")
+    """Channels ``[H, D]`` of rows ``x [H, R, D]`` by descending importance, ties to the lowest channel."""
+    return np.argsort(-channel_importance(x, weight), axis=1, kind="stable")
+
+
+def channel_importance(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Squared ranges of rows ``x [H, R, D]``, summed over groups, times ``weight [H, D]``."""
+    ranges = [np.square(group.max(axis=1) - group.min(axis=1)) for group in row_groups(x)]
+    return weight * sum(ranges, np.zeros_like(weight))
 
 
 def row_groups(x: np.ndarray) -> list[np.ndarray]:

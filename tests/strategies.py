@@ -88,6 +88,20 @@ def poisoned(blocks: CompressedBlocks, where: np.ndarray, positions: bool = True
 
 
 @st.composite
+def widths(draw: st.DrawFn) -> dict[str, Any]:
+    """Bits of residual rows, as fields of a format: one for all, or some for each eighth of a key and for values."""
+    bits = draw(st.sampled_from([4, 8, 16, 3, 1, 2, 5, 6, 7]))
+    if bits == 16 or draw(st.booleans()):
+        return {"residual_bits": bits}
+    key_bits = draw(st.none() | st.lists(st.integers(0, 8), min_size=8, max_size=8))
+    return {
+        "residual_bits": bits,
+        "key_bits": None if key_bits is None else tuple(sorted(key_bits, reverse=True)),
+        "value_bits": draw(st.sampled_from([None, 2, 0, 1, 3, 5, 8])),
+    }
+
+
+@st.composite
 def formats(draw: st.DrawFn, sizes: tuple[int, ...] = (16, 8, 11, 4, 16, 256), minmax: bool = False) -> BlockFormat:
     size = draw(st.sampled_from(sizes))
     return BlockFormat(
@@ -95,8 +109,8 @@ def formats(draw: st.DrawFn, sizes: tuple[int, ...] = (16, 8, 11, 4, 16, 256), m
         rank=draw(st.sampled_from([3, 5, 1, 0, 128] if size < 256 else [6, 32])),
         num_residuals=draw(st.sampled_from([size // 2, 3, 0, size - 1, 300, 1])),
         factor_bits=draw(st.sampled_from([8, 16, 32])),
-        residual_bits=draw(st.sampled_from([4, 8, 16])),
         minmax=minmax or draw(st.booleans()),
+        **draw(widths()),
     )
 
 
