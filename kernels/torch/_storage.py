@@ -1,13 +1,26 @@
-"""Storage codes shared by the ops: units, 8- and 4-bit rows, int8 factors, and the gather of selected blocks."""
+"""Storage codes shared by the ops: units, coded rows, int8 factors, and the gather of selected blocks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dkv.types import RESIDUAL_GROUP, CompressedBlocks
+from dkv.types import RESIDUAL_GROUP, CompressedBlocks, code_parts
 
 HALF_TOP = 14  # units put the largest stored number of a group near 2**14, well inside float16
+# Parts of a group's range that its codes may cover, by their bits; where the tails are few, a finer step pays for them.
+CLIPS = {
+    1: (1, 0.75, 0.6, 0.5, 0.42, 0.35, 0.3),
+    2: (1, 0.85, 0.75, 0.65, 0.55, 0.47),
+    3: (1, 0.9, 0.8, 0.7, 0.6),
+    4: (1, 0.94, 0.87, 0.8, 0.72),
+    5: (1, 0.95, 0.9),
+    6: (1,),
+    7: (1,),
+    8: (1,),
+}
+
+Segments = tuple[tuple[int, int], ...]  # (channels, bits) of each run of equally wide channels
 
 
 def power_of_two_above(x: Tensor, shift: int = 0) -> Tensor:
@@ -25,48 +38,170 @@ def quantise_signed(x: Tensor, scale: Tensor) -> Tensor:
     return ratio.round().clamp(-127, 127).to(torch.int8)
 
 
-def quantise_affine(
-    x: Tensor, dim: int, unit_dims: tuple[int, ...], bits: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Asymmetric codes along ``dim``; the unit is shared over ``unit_dims`` of the scales.
+def rounded_half(x: Tensor) -> Tensor:
+    """Float64 ``x`` rounded once to float16 numbers, as float64; ``x.half()`` rounds twice, to float32 first."""
+    _, exponent = torch.frexp(x)
+    quantum = torch.ldexp(torch.ones_like(x), (exponent - 11).clamp(min=-24))
+    return (x / quantum).round() * quantum
+
+
+def quantise_rows(
+    x: Tensor, segments: Segments, importance: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Codes of rows ``x [n, H, D, R]``, float64 and contiguous; see the law, "Stored residual rows".
+
+    Parameters
+    ----------
+    segments : runs of equally wide channels, in stored order.
+    importance : Tensor [H, D], optional
+        Factor of each channel's squared spread; the stored order is the channels' own where None.
 
     Returns
     -------
-    codes uint8 shaped as ``x``; scale and min float16 and unit float32, ``dim`` (and ``unit_dims``) kept with size 1.
+    packed codes uint8 ``[n, H, R, bytes]``, scale and min float16 ``[n, H, Q, D]``, unit float32 ``[n, H]`` and the
+    stored order ``[n, H, D]`` or None.
     """
+    count, heads, dim, kept = x.shape
+    groups = x.split(RESIDUAL_GROUP, dim=3) if kept else ()
+    low, high = x.new_zeros(2, count, heads, dim, len(groups)).unbind()
+    for index, rows in enumerate(groups):
+        low[..., index], high[..., index] = rows.amin(3), rows.amax(3)
+    order = None
+    if importance is not None:
+        lost = importance * (high - low).square().sum(3)
+        order = lost.sort(dim=2, descending=True, stable=True).indices
+        low, high, x = (part.gather(2, order[..., None].expand_as(part)) for part in (low, high, x))
+    levels = [max(2**bits - 1, 1) for size, bits in segments for _ in range(size)]
+    steps = (high - low) / torch.tensor(levels, device=x.device)[:, None]
+    largest = torch.maximum(torch.maximum(low.abs(), high.abs()), steps).flatten(2)
+    largest = largest.amax(2) if kept else x.new_zeros(count, heads)
+    unit = power_of_two_above(largest, HALF_TOP)
+    wide_unit = unit.double()[..., None, None]
+    x, low, high = x / wide_unit, low / wide_unit, high / wide_unit
+
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale16, low16 = torch.empty_like(low), torch.empty_like(low)
+    for index in range(len(groups)):
+        rows, start = slice(index * RESIDUAL_GROUP, (index + 1) * RESIDUAL_GROUP), 0
+        for size, bits in segments:
+            run = slice(start, start + size)
+            start += size
+            codes[:, :, run, rows], scale16[:, :, run, index], low16[:, :, run, index] = _clipped_codes(
+                x[:, :, run, rows].contiguous(), low[:, :, run, index], high[:, :, run, index], bits
+            )
+    packed = pack(codes, segments).mT.contiguous()
+    scale16, low16 = (part.mT.half().contiguous() for part in (scale16, low16))
+    return packed, scale16, low16, unit, order
+
+
+def _clipped_codes(x: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and minimum of ``x [..., rows]`` by the clip factor of the least squared error."""
+    if bits == 0:
+        return torch.zeros(x.shape, dtype=torch.uint8, device=x.device), torch.zeros_like(low), rounded_half(x.mean(-1))
     levels = 2**bits - 1
-    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    step = (high - low) / levels
-    largest = torch.maximum(low.abs(), step)
-    unit = power_of_two_above(largest.amax(unit_dims, keepdim=True), HALF_TOP)
-    low16, step16 = (low / unit).half(), (step / unit).half()
-    step64 = step16.double()
-    codes = (x / unit - low16.double()) / torch.where(step64 > 0, step64, 1.0)
-    codes = torch.where(step64 > 0, codes, 0.0).round().clamp(0, levels).to(torch.uint8)
-    return codes, step16, low16, unit
+    middle, spread = (low + high) / 2, high - low
+    scratch = torch.empty_like(x)
+    best = None
+    for factor in CLIPS[bits]:
+        low16 = rounded_half(middle - factor * spread / 2)
+        scale16 = rounded_half(factor * spread / levels)
+        if len(CLIPS[bits]) == 1:
+            break
+        _codes(x, scale16, low16, levels, scratch)
+        error = scratch.mul_(scale16[..., None]).add_(low16[..., None]).sub_(x).square_().sum(-1)
+        if best is not None:
+            better = error < best[0]
+            error, scale16, low16 = (
+                torch.where(better, new, old) for new, old in zip((error, scale16, low16), best, strict=True)
+            )
+        best = error, scale16, low16
+    if best is not None:
+        _, scale16, low16 = best
+    return _codes(x, scale16, low16, levels, scratch).to(torch.uint8), scale16, low16
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Two 4-bit codes a byte: channel ``d`` low, channel ``half + d`` high. ``[..., D] -> [..., ceil(D / 2)]``."""
-    if codes.shape[-1] % 2:
-        codes = torch.nn.functional.pad(codes, (0, 1))
-    low, high = codes.chunk(2, dim=-1)
-    return low | (high << 4)
+def _codes(x: Tensor, scale: Tensor, low: Tensor, levels: int, out: Tensor) -> Tensor:
+    """Codes as float64 into ``out``; 0 where the scale is 0."""
+    divisor = torch.where(scale > 0, scale, torch.inf)[..., None]
+    return torch.sub(x, low[..., None], out=out).div_(divisor).round_().clamp_(0, levels)
 
 
-def codes_to_float(codes: Tensor, width: int, bits: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """Codes ``[..., R, :]`` as numbers ``[..., rows, width]``; rows beyond ``R`` are zero."""
-    stored = codes.shape[-2]
-    half = codes.shape[-1]
-    span = 2 * half if bits == 4 else half
-    out = torch.empty(*codes.shape[:-2], rows, span, dtype=dtype, device=codes.device)
-    out[..., stored:, :] = 0
-    if bits == 4:
-        out[..., :stored, :half] = codes & 15
-        out[..., :stored, half:] = codes >> 4
-    else:
-        out[..., :stored, :] = codes
-    return out[..., :width]
+def pack(codes: Tensor, segments: Segments) -> Tensor:
+    """Codes ``[..., D, R]`` as bytes ``[..., bytes, R]``; see the law, "Packing"."""
+    fields, start = [], 0
+    for size, bits in segments:
+        run, left = codes[..., start : start + size, :], bits
+        start += size
+        for width in code_parts(bits):
+            left -= width
+            lanes = 8 // width
+            field = (run >> left) & (2**width - 1)
+            field = torch.nn.functional.pad(field, (0, 0, 0, -size % lanes))
+            stacked = field.unflatten(-2, (lanes, -1))
+            packed = stacked[..., 0, :, :].clone()
+            for lane in range(1, lanes):
+                packed |= stacked[..., lane, :, :] << (width * lane)
+            fields.append(packed)
+    return torch.cat(fields, dim=-2) if fields else codes[..., :0, :]
+
+
+def unpack(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
+    """Codes of rows ``[..., R, bytes]`` as numbers ``[..., Q, 128, C]``; rows beyond ``R`` are zero.
+
+    ``C`` counts the channels in stored order up to the last of any width: those of width 0 stand at the end.
+    """
+    segments = tuple((size, bits) for size, bits in segments if bits)
+    if len(segments) == 1 and segments[0][1] in (2, 4, 8):
+        return _unpack_along_rows(packed, *segments[0], dtype)
+    return _unpack_across_rows(packed, segments, dtype)
+
+
+def _unpack_along_rows(packed: Tensor, size: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """One run of channels of 2, 4 or 8 bits: a row's lanes are long enough to take them as they lie."""
+    *lead, kept, width = packed.shape
+    groups = group_count(kept)
+    out = torch.empty(*lead, groups * RESIDUAL_GROUP, size, dtype=dtype, device=packed.device)
+    out[..., kept:, :] = 0
+    for lane in range(8 // bits):
+        field = packed >> (bits * lane) if lane else packed
+        if bits * (lane + 1) < 8:
+            field = field & (2**bits - 1)
+        run = out[..., :kept, lane * width : (lane + 1) * width]
+        run.copy_(field[..., : run.shape[-1]])
+    return out.unflatten(-2, (groups, RESIDUAL_GROUP))
+
+
+def _unpack_across_rows(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
+    """Any runs, whose lanes may be a byte long: the bytes of 128 rows side by side, four of them to an int32."""
+    *lead, kept, width = packed.shape
+    groups = group_count(kept)
+    columns = torch.zeros(*lead, groups, width, RESIDUAL_GROUP, dtype=torch.uint8, device=packed.device)
+    for index, rows in enumerate(packed.split(RESIDUAL_GROUP, dim=-2) if kept else ()):
+        columns[..., index, :, : rows.shape[-2]] = rows.mT
+    words = columns.view(torch.int32)
+    channels = sum(size for size, _ in segments)
+    codes = torch.empty(*lead, groups, channels, words.shape[-1], dtype=torch.int32, device=packed.device)
+    start = byte = 0
+    for size, bits in segments:
+        left = bits
+        for part in code_parts(bits):
+            left -= part
+            length = -(-size * part // 8)
+            for lane in range(8 // part):
+                run = codes[..., start + lane * length : start + min((lane + 1) * length, size), :]
+                if run.shape[-2] == 0:
+                    break
+                field = words[..., byte : byte + run.shape[-2], :]
+                field = field >> (part * lane) if lane else field
+                field = field if part == 8 else field & (0x01010101 * (2**part - 1))
+                field = field << left if left else field
+                if left + part == bits:
+                    run.copy_(field)
+                else:
+                    run |= field
+            byte += length
+        start += size
+    return codes.view(torch.uint8).to(dtype).mT
 
 
 def group_count(num_residuals: int) -> int:
@@ -107,6 +242,11 @@ class Selected:
         part = getattr(self.blocks, name)
         part = part.unsqueeze(1) if self.index is None else part[self._batch, self.index]
         return self._masked(part, dtype)
+
+    def order(self) -> Tensor:
+        """``residual_k_order`` as an index ``[B, H, W, D]``; unused slots may hold places that no key has."""
+        order = self.per_head("residual_k_order").long()
+        return torch.where(self.valid[..., None], order, 0)
 
     def _masked(self, part: Tensor, dtype: torch.dtype | None) -> Tensor:
         floating = part.is_floating_point()

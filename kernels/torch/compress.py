@@ -5,19 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dkv.types import RESIDUAL_GROUP, BlockFormat, CompressedBlocks
+from dkv.types import BlockFormat, CompressedBlocks
 
-from ._storage import codes_to_float, group_count, pack_nibbles, power_of_two_above, quantise_affine, quantise_signed
+from ._storage import Segments, power_of_two_above, quantise_rows, quantise_signed, unpack
 from .merge import saturated
 
 WORKSPACE_BYTES = 128 << 20  # blocks compressed together; the result of a block does not depend on it
+ROW_BYTES = 2 << 20  # rows coded together, in float64: several passes go over them
 ROW_NORM_FLOOR = 1e-5
 ENERGY_FLOOR = 1e-12
 GAIN_MAX = 1e4
 
 
-def compress_blocks(k: Tensor, v: Tensor, fmt: BlockFormat, keep: str, token_weight: Tensor | None) -> CompressedBlocks:
-    """k ``[B, H, N * S, D]``, v ``[B, H, N * S, Dv]``, token_weight ``[B, N * S]``; any float dtype."""
+def compress_blocks(
+    k: Tensor,
+    v: Tensor,
+    fmt: BlockFormat,
+    keep: str,
+    token_weight: Tensor | None,
+    channel_weight: Tensor | None = None,
+) -> CompressedBlocks:
+    """k ``[B, H, N * S, D]``, v ``[B, H, N * S, Dv]``, token_weight ``[B, N * S]``, channel_weight ``[H, D]``."""
     batch, heads, tokens, _ = k.shape
     size = fmt.block_size
     count = tokens // size
@@ -29,7 +37,12 @@ def compress_blocks(k: Tensor, v: Tensor, fmt: BlockFormat, keep: str, token_wei
     step = max(1, WORKSPACE_BYTES // per_block)
     pieces = [
         _compress(
-            rows_k[i : i + step], rows_v[i : i + step], fmt, keep, None if weight is None else weight[i : i + step]
+            rows_k[i : i + step],
+            rows_v[i : i + step],
+            fmt,
+            keep,
+            None if weight is None else weight[i : i + step],
+            channel_weight,
         )
         for i in range(0, max(1, batch * count), step)
     ]
@@ -41,7 +54,7 @@ def compress_blocks(k: Tensor, v: Tensor, fmt: BlockFormat, keep: str, token_wei
 
 
 def _compress(
-    k: Tensor, v: Tensor, fmt: BlockFormat, keep: str, token_weight: Tensor | None
+    k: Tensor, v: Tensor, fmt: BlockFormat, keep: str, token_weight: Tensor | None, channel_weight: Tensor | None
 ) -> dict[str, Tensor | None]:
     count, size, heads, dim = k.shape
     dim_v = v.shape[3]
@@ -78,8 +91,15 @@ def _compress(
         parts["v_gain"] = gain.float()
 
     block = torch.arange(count, device=k.device)[:, None]
-    parts.update(_store_rows("residual_k", k[block, kept], fmt.residual_bits, k[:, :1]))
-    parts.update(_store_rows("residual_v", v[block, kept], fmt.residual_bits, None))
+    rows_k, rows_v = k[block, kept].transpose(1, 2), v[block, kept].transpose(1, 2)  # [n, H, R, D]
+    if fmt.exact_rows:
+        parts.update(residual_k=rows_k.contiguous(), residual_v=rows_v.contiguous())
+    else:
+        importance = None
+        if fmt.orders_channels:
+            importance = k.new_ones(heads, dim) if channel_weight is None else channel_weight
+        parts.update(_store_rows("residual_k", rows_k, k[:, 0], fmt.key_segments(dim), importance))
+        parts.update(_store_rows("residual_v", rows_v, None, fmt.value_segments(dim_v), None))
     if fmt.minmax:
         parts["k_min"], parts["k_max"] = k.amin(1), k.amax(1)
     return parts
@@ -94,11 +114,13 @@ def _value_gain(dk: Tensor, dv: Tensor) -> Tensor:
 
 def _truncated_svd(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """u ``[n, S, r]`` and orthonormal basis ``[n, r, C]`` of row-normalised ``rows [n, S, C]``, norms folded into u."""
+    if rank == 0:
+        return rows[..., :0], rows[:, :0]
     norm = rows.square().sum(-1, keepdim=True).sqrt().clamp(min=ROW_NORM_FLOOR)
     unit = rows / norm
     narrow = unit.shape[2] < unit.shape[1]
     gram = unit.mT @ unit if narrow else unit @ unit.mT  # float64: small singular values survive the squaring
-    vectors = _eigenvectors(gram)[..., -rank:].flip(-1) if rank else gram[..., :0]
+    vectors = _eigenvectors(gram)[..., -rank:].flip(-1)
     if narrow:
         return norm * (unit @ vectors), vectors.mT.contiguous()
     projected = vectors.mT @ unit  # [n, r, C], rows of length sigma
@@ -153,40 +175,23 @@ def _store_basis(basis: Tensor, factor: torch.dtype) -> tuple[Tensor, Tensor | N
     return quantise_signed(basis, scale[:, None, :, None]).contiguous(), scale
 
 
-def _store_rows(name: str, rows: Tensor, bits: int, anchor: Tensor | None) -> dict[str, Tensor | None]:
-    """rows ``[n, R, H, D]`` as stored; K (with an anchor) per channel and group of rows, V per row and head."""
-    rows = rows.transpose(1, 2)  # [n, H, R, D]
-    if bits == 16:
-        return {name: rows.contiguous()}
-    count, heads, kept, dim = rows.shape
-    x = rows.double()
-    if anchor is None:
-        if kept == 0:
-            flat = rows.new_zeros(count, heads, 0, dtype=torch.float16)
-            codes, scale, low, unit = rows.to(torch.uint8), flat, flat, rows.new_ones(count, heads, dtype=torch.float32)
-        else:
-            codes, scale, low, unit = quantise_affine(x, 3, (2, 3), bits)
-            scale, low, unit = scale[..., 0], low[..., 0], unit[..., 0, 0]
-    else:
-        x = x - anchor.double().transpose(1, 2)
-        groups = group_count(kept)
-        if groups == 0:
-            flat = rows.new_zeros(count, heads, 0, dim, dtype=torch.float16)
-            codes, scale, low, unit = rows.to(torch.uint8), flat, flat, rows.new_ones(count, heads, dtype=torch.float32)
-        else:
-            pad = groups * RESIDUAL_GROUP - kept
-            # the last row repeated changes no minimum and no maximum
-            x = torch.cat([x, x[:, :, -1:].expand(-1, -1, pad, -1)], dim=2).unflatten(2, (groups, RESIDUAL_GROUP))
-            codes, scale, low, unit = quantise_affine(x, 3, (2, 3, 4), bits)
-            codes = codes.flatten(2, 3)[:, :, :kept]
-            scale, low, unit = scale[:, :, :, 0], low[:, :, :, 0], unit[:, :, 0, 0, 0]
-    packed = pack_nibbles(codes) if bits == 4 else codes
-    return {
-        name: packed.contiguous(),
-        f"{name}_scale": scale.contiguous(),
-        f"{name}_min": low.contiguous(),
-        f"{name}_unit": unit.contiguous(),
-    }
+def _store_rows(
+    name: str, rows: Tensor, anchor: Tensor | None, segments: Segments, importance: Tensor | None
+) -> dict[str, Tensor | None]:
+    """rows ``[n, H, R, D]`` as coded parts, less their anchor ``[n, H, D]`` where one is given."""
+    step = max(1, ROW_BYTES // max(1, 8 * rows[:1].numel()))
+    pieces = []
+    for i in range(0, max(1, len(rows)), step):
+        x = rows[i : i + step].mT.to(torch.float64, memory_format=torch.contiguous_format)
+        if anchor is not None:
+            x -= anchor[i : i + step, :, :, None].double()
+        pieces.append(quantise_rows(x, segments, None if importance is None else importance.double()))
+    names = (name, f"{name}_scale", f"{name}_min", f"{name}_unit", f"{name}_order")
+    parts = dict(zip(names, zip(*pieces, strict=True), strict=True))
+    stored = {key: torch.cat(part) for key, part in parts.items() if part[0] is not None}
+    if importance is not None:
+        stored[f"{name}_order"] = stored[f"{name}_order"].to(torch.uint8)
+    return stored
 
 
 def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
@@ -228,16 +233,24 @@ def _basis(basis: Tensor, scale: Tensor | None) -> Tensor:
 
 def residual_rows(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
     """Stored residual rows as numbers, ``[B, N, H, R, D]`` and ``[B, N, H, R, Dv]``, float64."""
-    bits, kept = blocks.format.residual_bits, blocks.num_residuals
-    if bits == 16:
+    fmt = blocks.format
+    if fmt.exact_rows:
         return blocks.residual_k.double(), blocks.residual_v.double()
-    k = codes_to_float(blocks.residual_k, blocks.head_dim, bits, kept, torch.float64)
-    v = codes_to_float(blocks.residual_v, blocks.head_dim_v, bits, kept, torch.float64)
-    group = torch.arange(kept, device=k.device) // RESIDUAL_GROUP
-    scale_k, min_k = blocks.residual_k_scale[:, :, :, group].double(), blocks.residual_k_min[:, :, :, group].double()
-    unit_k, unit_v = blocks.residual_k_unit.double(), blocks.residual_v_unit.double()
-    k = blocks.anchor_k.double()[:, :, :, None] + unit_k[..., None, None] * (min_k + scale_k * k)
-    v = unit_v[..., None, None] * (
-        blocks.residual_v_min.double()[..., None] + blocks.residual_v_scale.double()[..., None] * v
-    )
-    return k, v
+    k = _decoded(blocks, "residual_k", fmt.key_segments(blocks.head_dim))
+    v = _decoded(blocks, "residual_v", fmt.value_segments(blocks.head_dim_v))
+    if fmt.orders_channels:
+        order = blocks.residual_k_order.long()
+        if blocks.block_counts is not None:  # what lies beyond may hold places that no key has
+            beyond = torch.arange(blocks.num_blocks, device=k.device) >= blocks.block_counts[:, None]
+            order = order.masked_fill(beyond[:, :, None, None], 0)
+        k = torch.zeros_like(k).scatter_(4, order[..., None, :].expand_as(k), k)
+    return blocks.anchor_k.double()[:, :, :, None] + k, v
+
+
+def _decoded(blocks: CompressedBlocks, name: str, segments: Segments) -> Tensor:
+    """Coded rows as numbers ``[B, N, H, R, D]``, channels in stored order."""
+    scale, low, unit = (getattr(blocks, f"{name}_{part}").double() for part in ("scale", "min", "unit"))
+    codes = unpack(getattr(blocks, name), segments, torch.float64)  # [B, N, H, Q, 128, C]
+    codes = torch.nn.functional.pad(codes, (0, scale.shape[-1] - codes.shape[-1]))
+    rows = unit[..., None, None, None] * (low[..., None, :] + scale[..., None, :] * codes)
+    return rows.flatten(3, 4)[..., : blocks.num_residuals, :]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dkv.types import RESIDUAL_GROUP, CompressedBlocks
 
-from ._storage import Selected, codes_to_float, group_count
+from ._storage import Selected, group_count, unpack
 from .merge import merge_states, saturated
 
 WORKSPACE_BYTES = 64 << 20  # logits and decoded codes held at one time; more selected blocks are taken in pieces
@@ -82,7 +82,9 @@ def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):
     if width == 0 or blocks.num_blocks == 0:
         return empty_state(q, blocks.head_dim_v, None)
     block_indices = distinct_slots(block_indices, blocks)
-    per_block = 4 * batch * heads * blocks.block_size * (2 * rows + blocks.head_dim + blocks.head_dim_v)
+    channels = blocks.head_dim + blocks.head_dim_v
+    scaled = rows * group_count(blocks.num_residuals) * channels  # queries and sums of each scale group
+    per_block = 4 * batch * heads * (blocks.block_size * (2 * rows + channels) + scaled)
     step = max(1, WORKSPACE_BYTES // max(1, per_block))
     states = [
         piece(grouped, blocks, Selected(blocks, block_indices[:, :, i : i + step]), sm_scale, softcap)
@@ -163,38 +165,48 @@ def _lowrank_piece(
 
 def residual_logits(q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_scale: float) -> Tensor:
     """Scaled logits of the residual rows, ``[B, H, W, M, R]``, codes scored without decoding the rows."""
-    dtype, kept, bits = q.dtype, blocks.num_residuals, blocks.format.residual_bits
-    if bits == 16:
-        return (q[:, :, None] @ chosen.per_head("residual_k", dtype).mT) * sm_scale
-    groups = group_count(kept)
+    dtype, fmt = q.dtype, blocks.format
+    q = q * sm_scale
+    if fmt.exact_rows:
+        return q[:, :, None] @ chosen.per_head("residual_k", dtype).mT
     anchor = torch.einsum("bhmd,bhwd->bhwm", q, chosen.per_head("anchor_k", dtype))
+    query = q[:, :, None]  # [B, H, W or 1, M, D], channels in stored order
+    if fmt.orders_channels:
+        order = chosen.order()[..., None, :].expand(-1, -1, -1, q.shape[2], -1)
+        query = query.expand(-1, -1, order.shape[2], -1, -1).gather(4, order)
     unit = chosen.per_head("residual_k_unit", dtype)[..., None, None]
-    low = q[:, :, None] @ (chosen.per_head("residual_k_min", dtype) * unit).mT  # [B, H, W, M, Q]
-    scale = chosen.per_head("residual_k_scale", dtype) * unit  # [B, H, W, Q, D]
-    codes = codes_to_float(chosen.per_head("residual_k"), q.shape[-1], bits, groups * RESIDUAL_GROUP, dtype)
-    codes = codes.unflatten(3, (groups, RESIDUAL_GROUP))  # [B, H, W, Q, 64, D]
-    query = q[:, :, None, None] * scale[..., None, :]  # [B, H, W, Q, M, D]
-    scores = (query @ codes.mT).transpose(3, 4) + low[..., None]  # [B, H, W, M, Q, 64]
-    return (scores.flatten(4, 5)[..., :kept] + anchor[..., None]) * sm_scale
+    constant = query @ (chosen.per_head("residual_k_min", dtype) * unit).mT + anchor[..., None]  # [B, H, W, M, Q]
+    codes = unpack(chosen.per_head("residual_k"), fmt.key_segments(q.shape[-1]), dtype)  # [B, H, W, Q, 128, C]
+    coded = codes.shape[-1]
+    scale = chosen.per_head("residual_k_scale")[..., :coded].to(dtype) * unit
+    query = query[:, :, :, None, :, :coded] * scale[..., None, :]  # [B, H, W, Q, M, C]
+    scores = (query @ codes.mT).transpose(3, 4) + constant[..., None]  # [B, H, W, M, Q, 128]
+    return scores.flatten(4, 5)[..., : blocks.num_residuals]
 
 
 def _residual_piece(
     q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    dtype, kept, bits = q.dtype, blocks.num_residuals, blocks.format.residual_bits
+    dtype, kept, fmt = q.dtype, blocks.num_residuals, blocks.format
     if kept == 0:
         return empty_state(q, blocks.head_dim_v, None)
     logits = capped(residual_logits(q, blocks, chosen, sm_scale), softcap)
     logits = torch.where(chosen.valid[..., None, None], logits, -torch.inf)
     weight, lse = softmax_weights(logits, (2, 4))
     lse = lse.reshape(q.shape[:3])
-    if bits == 16:
+    if fmt.exact_rows:
         return (weight @ chosen.per_head("residual_v", dtype)).sum(2), lse
-    unit = chosen.per_head("residual_v_unit", dtype)[..., None]
-    scale, low = chosen.per_head("residual_v_scale", dtype) * unit, chosen.per_head("residual_v_min", dtype) * unit
-    codes = codes_to_float(chosen.per_head("residual_v"), blocks.head_dim_v, bits, kept, dtype)
-    out = ((weight * scale[..., None, :]) @ codes).sum(2)
-    return out + (weight * low[..., None, :]).sum((2, 4))[..., None], lse
+    unit = chosen.per_head("residual_v_unit", dtype)[..., None, None]
+    low = chosen.per_head("residual_v_min", dtype) * unit  # [B, H, W, Q, Dv]
+    scale = chosen.per_head("residual_v_scale", dtype) * unit
+    groups = low.shape[3]
+    weight = torch.nn.functional.pad(weight, (0, groups * RESIDUAL_GROUP - kept))
+    weight = weight.unflatten(4, (groups, RESIDUAL_GROUP)).transpose(3, 4)  # [B, H, W, Q, M, 128]
+    out = weight.sum(5).flatten(2, 3).mT @ low.flatten(2, 3)  # [B, H, M, Dv]
+    codes = unpack(chosen.per_head("residual_v"), fmt.value_segments(blocks.head_dim_v), dtype)
+    if codes.shape[-1]:
+        out = out + ((weight @ codes) * scale[..., None, :]).sum((2, 3))
+    return out, lse
 
 
 def exact_attention(

@@ -66,9 +66,12 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
     """Scores ``[B, Hkv, G * Sq, N]`` of every block, taken in pieces that bound the workspace."""
     grouped = grouped_queries(q, blocks.num_kv_heads)
     batch, heads, rows, dim = grouped.shape
-    score = {"lowrank": _lowrank, "minmax": _minmax, "residual": _residual}[router]
+    if router == "keys" and not blocks.format.keeps_every_row:
+        router = "lowrank"
+    score = {"lowrank": _lowrank, "keys": _keys, "minmax": _minmax, "residual": _residual}[router]
     width = {
         "lowrank": blocks.block_size * (rows + dim),
+        "keys": blocks.block_size * (rows + dim),
         "minmax": rows + dim,
         "residual": blocks.num_residuals * (rows + dim),
     }
@@ -104,6 +107,15 @@ def _lowrank(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
             exact = residual_logits(q, blocks, every, sm_scale).logsumexp(-1)  # [B, H, N, M]
             lse = torch.logaddexp(lse, exact.permute(0, 2, 1, 3).flatten(2))
     return lse.view(batch, count, heads, rows).permute(0, 2, 3, 1)
+
+
+def _keys(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
+    """Blocks that keep every row: the anchor and the residual rows."""
+    every = Selected(blocks, None)
+    anchor = q @ every.per_head("anchor_k", q.dtype).mT * sm_scale  # [B, H, M, N]
+    if blocks.num_residuals == 0:
+        return anchor
+    return torch.logaddexp(anchor, residual_logits(q, blocks, every, sm_scale).logsumexp(-1).transpose(2, 3))
 
 
 def _minmax(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
