@@ -228,19 +228,28 @@ class Selected:
         else:
             self.index = block_indices.long().clamp(min=0)
             self.valid = block_indices >= 0
-        self._batch = torch.arange(batch, device=device).view(-1, 1, 1)
-        self._head = torch.arange(heads, device=device).view(1, -1, 1)
+        if self.index is not None:
+            row = torch.arange(batch, device=device).view(-1, 1, 1) * count + self.index
+            head = torch.arange(heads, device=device).view(1, -1, 1)
+            self._shared_place = row.flatten()  # in a part's leading axes, flattened
+            self._head_place = (row * heads + head).flatten()
 
     def per_head(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A part ``[B, N, H, ...]`` as ``[B, H, W, ...]``."""
         part = getattr(self.blocks, name)
-        part = part.transpose(1, 2) if self.index is None else part[self._batch, self.index, self._head]
+        if self.index is None:
+            part = part.transpose(1, 2)
+        else:  # index_select copies whole slices where indexing by several tensors copies numbers
+            part = part.flatten(0, 2).index_select(0, self._head_place).unflatten(0, self.index.shape)
         return self._masked(part, dtype)
 
     def shared(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A part ``[B, N, ...]`` that all heads share, as ``[B, H or 1, W, ...]``."""
         part = getattr(self.blocks, name)
-        part = part.unsqueeze(1) if self.index is None else part[self._batch, self.index]
+        if self.index is None:
+            part = part.unsqueeze(1)
+        else:
+            part = part.flatten(0, 1).index_select(0, self._shared_place).unflatten(0, self.index.shape)
         return self._masked(part, dtype)
 
     def order(self) -> Tensor:
