@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
+from strategies import widths
 
 from dkv.reference import compress
 from dkv.types import BlockFormat, CompressedBlocks
@@ -78,8 +80,8 @@ def cases(draw: st.DrawFn, min_blocks: int = 0, min_batch: int = 0) -> Case:
             rank=draw(st.sampled_from([3, 2, 128, 1, 0])),
             num_residuals=draw(st.sampled_from([size // 2, 3, 1, 0, size - 1, 300])),
             factor_bits=draw(st.sampled_from([8, 16, 32])),
-            residual_bits=draw(st.sampled_from([4, 8, 16])),
             minmax=True,
+            **draw(widths()),
         ),
         keep=draw(st.sampled_from(["distinct", "error"])),
         dtype=draw(st.sampled_from(sorted(DTYPES))),
@@ -88,9 +90,14 @@ def cases(draw: st.DrawFn, min_blocks: int = 0, min_batch: int = 0) -> Case:
 
 
 def compressed(
-    k: np.ndarray, v: np.ndarray, fmt: BlockFormat, keep: str = "distinct", token_weight: np.ndarray | None = None
+    k: np.ndarray,
+    v: np.ndarray,
+    fmt: BlockFormat,
+    keep: str = "distinct",
+    token_weight: np.ndarray | None = None,
+    channel_weight: np.ndarray | None = None,
 ) -> CompressedBlocks:
-    return CompressedBlocks(format=fmt, **compress.compress_blocks(k, v, fmt, keep, token_weight))
+    return CompressedBlocks(format=fmt, **compress.compress_blocks(k, v, fmt, keep, token_weight, channel_weight))
 
 
 def poisoned(x: np.ndarray | None, where: Any) -> np.ndarray | None:
@@ -134,21 +141,42 @@ def rebuild(blocks: CompressedBlocks) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def residual_row(blocks: CompressedBlocks, b: int, n: int, h: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
     """One residual row, decoded channel by channel."""
     k, v = blocks.residual_k[b, n, h, slot], blocks.residual_v[b, n, h, slot]
-    if blocks.format.residual_bits == 16:
+    if blocks.format.exact_rows:
         return f64(k), f64(v)
-    bits = blocks.format.residual_bits
-    k, v = codes(k, blocks.head_dim, bits), codes(v, blocks.head_dim_v, bits)
-    low, step = f64(blocks.residual_k_min[b, n, h, slot // 64]), f64(blocks.residual_k_scale[b, n, h, slot // 64])
-    row_k = f64(blocks.anchor_k[b, n, h]) + float(blocks.residual_k_unit[b, n, h]) * (low + step * k)
-    low, step = float(blocks.residual_v_min[b, n, h, slot]), float(blocks.residual_v_scale[b, n, h, slot])
-    return row_k, float(blocks.residual_v_unit[b, n, h]) * (low + step * v)
+    fmt, D, Dv = blocks.format, blocks.head_dim, blocks.head_dim_v
+    order = list(range(D)) if blocks.residual_k_order is None else blocks.residual_k_order[b, n, h].tolist()
+    at = (b, n, h, slot // 128)
+    row_k, row_v = f64(blocks.anchor_k[b, n, h]), np.zeros(Dv)
+    codes_k = codes(k, place_bits(fmt.key_bits or [fmt.residual_bits] * 8, D))
+    for place, channel in enumerate(order):
+        low, step = float(blocks.residual_k_min[at][place]), float(blocks.residual_k_scale[at][place])
+        row_k[channel] += float(blocks.residual_k_unit[b, n, h]) * (low + step * codes_k[place])
+    bits = fmt.residual_bits if fmt.value_bits is None else fmt.value_bits
+    for channel, code in enumerate(codes(v, [bits] * Dv)):
+        low, step = float(blocks.residual_v_min[at][channel]), float(blocks.residual_v_scale[at][channel])
+        row_v[channel] = float(blocks.residual_v_unit[b, n, h]) * (low + step * code)
+    return row_k, row_v
 
 
-def codes(stored: np.ndarray, dim: int, bits: int) -> np.ndarray:
-    if bits == 8:
-        return f64(stored)
-    half = math.ceil(dim / 2)
-    return np.array([int(stored[d]) % 16 if d < half else int(stored[d - half]) // 16 for d in range(dim)], np.float64)
+def place_bits(key_bits: Any, dim: int) -> list[int]:
+    """Bits at each place of the stored order."""
+    return [key_bits[e] for s in range(dim) for e in range(8) if e * dim // 8 <= s < (e + 1) * dim // 8]
+
+
+def codes(stored: np.ndarray, bits: list[int]) -> list[int]:
+    """The number at each place of one packed row."""
+    found, start = [], 0
+    for width, run in itertools.groupby(bits):
+        numbers = [0] * len(list(run))
+        for part in [p for p in (8, 4, 2, 1) if width & p]:
+            size = math.ceil(len(numbers) * part / 8)
+            for j in range(len(numbers)):
+                field = int(stored[start + j % size]) >> (part * (j // size)) & (2**part - 1)
+                numbers[j] = numbers[j] * 2**part + field
+            start += size
+        found += numbers
+    assert start == len(stored)
+    return found
 
 
 def attention(

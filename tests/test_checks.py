@@ -73,6 +73,12 @@ SHAPES = {
         ("token_weight", np.full((2, 48), -1.0, np.float32), "token_weight must be finite and not negative"),
         ("token_weight", np.full((2, 48), NAN), "token_weight must be finite and not negative"),
         ("token_weight", np.full((2, 48), np.float32("inf")), "token_weight must be finite and not negative"),
+        ("channel_weight", zeros(2, 20), r"channel_weight must have shape \[2, 24\], got \[2, 20\]"),
+        ("channel_weight", zeros(6, 24), r"channel_weight must have shape \[2, 24\], got \[6, 24\]"),
+        ("channel_weight", zeros(24), r"channel_weight must have shape \[2, 24\], got \[24\]"),
+        ("channel_weight", np.full((2, 24), -1.0, np.float32), "channel_weight must be finite and not negative"),
+        ("channel_weight", np.full((2, 24), NAN), "channel_weight must be finite and not negative"),
+        ("channel_weight", np.full((2, 24), np.float32("inf")), "channel_weight must be finite and not negative"),
     ],
     "route_blocks": [
         ("q", zeros(2, 6, 24), r"q must have shape \[2, Hq, Sq, 24\], got \[2, 6, 24\]"),
@@ -206,6 +212,12 @@ SETTINGS = [
     ("prefill_attention", {"config": 3}, TypeError, "config must be a DKVConfig, got int"),
     ("compress_blocks", {"config": BlockFormat()}, TypeError, "config must be a DKVConfig, got BlockFormat"),
     ("compress_blocks", {"config": dkv.DKVConfig()}, ValueError, "multiple of block_size=256 tokens, got 48"),
+    (
+        "compress_blocks",
+        {"k": zeros(2, 2, 48, 257), "config": dkv.DKVConfig(block_size=16, key_bits=(8, 4, 4, 4, 4, 4, 4, 4))},
+        ValueError,
+        "k must have at most 256 channels where key_bits differ, got 257",
+    ),
     ("compress_blocks", {"k": 1.0}, TypeError, r"k must be an array \[B, Hkv, N, D\], got float"),
     ("exact_attention", {"causal": 1}, TypeError, "causal must be a bool, got 1"),
     ("merge_states", {"states": [(zeros(1, 1, 1, 1),)]}, TypeError, r"states\[0\] must be an AttentionState, got tup"),
@@ -286,7 +298,7 @@ def test_a_backend_of_another_library(op: str) -> None:
 
 
 MIXED = {
-    "compress_blocks": ("v", "token_weight"),
+    "compress_blocks": ("v", "token_weight", "channel_weight"),
     "route_blocks": ("q",),
     "lowrank_attention": ("q", "block_indices"),
     "residual_attention": ("q", "block_indices"),
@@ -299,7 +311,12 @@ MIXED = {
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in MIXED.items() for name in names])
 def test_arrays_of_two_libraries(op: str, name: str) -> None:
     pytest.importorskip("torch")
-    optional = {"token_weight": zeros(2, 48), "seq_lens": zeros(2, dtype=np.int32), "sink": zeros(6)}
+    optional = {
+        "token_weight": zeros(2, 48),
+        "channel_weight": zeros(2, 24),
+        "seq_lens": zeros(2, dtype=np.int32),
+        "sink": zeros(6),
+    }
     if op == "prefill_attention":
         optional["block_indices"] = zeros(2, 2, 1, 1, dtype=np.int32)
     given, torch_given = arguments(op, "numpy"), arguments(op, "torch")
@@ -351,7 +368,22 @@ def test_reasons_are_those_of_the_list() -> None:
         ({"block_size": 16.0}, TypeError, r"block_size must be an int, got 16\.0"),
         ({"num_residuals": -1}, ValueError, "num_residuals must be 0 or more, got -1"),
         ({"factor_bits": 4}, ValueError, r"factor_bits must be one of \(8, 16, 32\), got 4"),
-        ({"residual_bits": 2}, ValueError, r"residual_bits must be one of \(4, 8, 16\), got 2"),
+        ({"residual_bits": 0}, ValueError, r"residual_bits must be 1\.\.8 or 16, got 0"),
+        ({"residual_bits": 9}, ValueError, r"residual_bits must be 1\.\.8 or 16, got 9"),
+        ({"residual_bits": True}, ValueError, r"residual_bits must be 1\.\.8 or 16, got True"),
+        ({"key_bits": 4}, TypeError, "key_bits must be a tuple of 8 ints, got 4"),
+        ({"key_bits": "88888888"}, TypeError, "key_bits must be a tuple of 8 ints, got '88888888'"),
+        ({"key_bits": (4,) * 7}, ValueError, r"key_bits must be 8 widths of 0\.\.8, never rising, got \(4, 4"),
+        ({"key_bits": (4,) * 9}, ValueError, "key_bits must be 8 widths"),
+        ({"key_bits": (8, 4, 4, 4, 5, 2, 2, 0)}, ValueError, "key_bits must be 8 widths .*never rising"),
+        ({"key_bits": (9, 4, 4, 4, 4, 2, 2, 0)}, ValueError, "key_bits must be 8 widths"),
+        ({"key_bits": (8, 4, 4, 4, 4, 2, 2, -1)}, ValueError, "key_bits must be 8 widths"),
+        ({"key_bits": (8, 4.0, 4, 4, 4, 2, 2, 0)}, ValueError, "key_bits must be 8 widths"),
+        ({"key_bits": (4,) * 8, "residual_bits": 16}, ValueError, "key_bits must be None where rows are exact, got"),
+        ({"value_bits": 4, "residual_bits": 16}, ValueError, "value_bits must be None where rows are exact, got 4"),
+        ({"value_bits": 9}, ValueError, r"value_bits must be 0\.\.8, got 9"),
+        ({"value_bits": -1}, ValueError, r"value_bits must be 0\.\.8, got -1"),
+        ({"value_bits": 2.0}, ValueError, r"value_bits must be 0\.\.8, got 2\.0"),
         ({"minmax": 1}, TypeError, "minmax must be a bool, got 1"),
     ],
 )
@@ -369,7 +401,10 @@ def test_formats_that_do_not_exist(settings: dict[str, Any], error: type[Excepti
         ({"window": False}, TypeError, "window must be an int, got False"),
         ({"keep": "all"}, ValueError, r"keep must be one of .*distinct.*, got 'all'"),
         ({"format": "fp8"}, ValueError, r"format must be one of .*compact.*, got 'fp8'"),
-        ({"residual_bits": 3}, ValueError, "residual_bits must be one of"),
+        ({"residual_bits": 10}, ValueError, r"residual_bits must be 1\.\.8 or 16, got 10"),
+        ({"key_bits": (4,) * 3}, ValueError, "key_bits must be 8 widths"),
+        ({"format": "fp32", "key_bits": (4,) * 8}, ValueError, "key_bits must be None where rows are exact"),
+        ({"router": "values"}, ValueError, "router must be one of .*'keys'.*, got 'values'"),
         ({"prefill_top_k": 0}, ValueError, "prefill_top_k must be 1 or more, got 0"),
     ],
 )

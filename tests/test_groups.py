@@ -118,7 +118,7 @@ HALVES = (HeadTier(0.5), HeadTier(0.5, num_residuals=0))
         (lambda: DKVConfig(tiers=HeadTier(1.0)), TypeError, "tiers must be a tuple of HeadTier"),
         (lambda: DKVConfig(tiers=(HeadTier(1.0, rank=200),)), ValueError, r"tier 0: rank must be 0\.\.128, got 200"),
         (lambda: DKVConfig(tiers=(HeadTier(1.0, rank=2.0),)), TypeError, r"tier 0: rank must be an int, got 2\.0"),
-        (lambda: DKVConfig(tiers=(HeadTier(1.0, residual_bits=5),)), ValueError, "tier 0: residual_bits must be"),
+        (lambda: DKVConfig(tiers=(HeadTier(1.0, residual_bits=9),)), ValueError, "tier 0: residual_bits must be"),
         (lambda: DKVConfig(profile={"model": "x"}), TypeError, "profile must be a HeadProfile, got dict"),
         (lambda: DKVConfig().with_profile(None), TypeError, "profile must be a HeadProfile, got NoneType"),
         (lambda: DKVConfig(tiers=HALVES).head_groups(0, 2), ValueError, "dkv profile MODEL -o FILE.*cfg.with_profile"),
@@ -149,7 +149,9 @@ def test_shares_may_miss_1_by_rounding():
 
 
 def test_a_config_goes_through_json():
-    config = DKVConfig(rank=3, tiers=(HeadTier(0.25, rank=7), HeadTier(0.75, routed=False, num_residuals=0)))
+    falling = (8, 6, 4, 4, 3, 2, 1, 0)
+    tiers = (HeadTier(0.25, rank=7, key_bits=falling), HeadTier(0.75, routed=False, num_residuals=0, value_bits=2))
+    config = DKVConfig(rank=3, key_bits=falling, value_bits=3, tiers=tiers)
     for each in (config, config.with_profile(profile_of([[1 / 3, 0.2], [0, 1]])), DKVConfig()):
         assert DKVConfig.from_dict(json.loads(json.dumps(each.to_dict()))) == each
         assert DKVConfig.from_dict(dataclasses.asdict(each)) == each
@@ -547,7 +549,7 @@ def _renamed(entries, **to):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda meta, entries: meta.update(version=1), r"version of .* is 1, this dkv reads cache files of 2"),
+        (lambda meta, entries: meta.update(version=1), r"version of .* is 1, this dkv reads cache files of 3"),
         (lambda meta, entries: _renamed(entries, _1="2"), r"layer 0 of the file has blocks of the groups \['0', '2'\]"),
         (lambda meta, entries: _renamed(entries, _0="1", _1="0"), "layer 0 of the file|of the file must"),
         (lambda meta, entries: entries.update({"0.groups.1.x": entries.pop("0.groups.1.u")}), "parts of the file"),

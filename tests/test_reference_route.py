@@ -13,7 +13,7 @@ from reference_dense import Case, cases, compressed, f64, poisoned, rebuild
 from dkv.reference import decode, route
 from dkv.types import BlockFormat
 
-ROUTERS = ["lowrank", "minmax", "residual"]
+ROUTERS = ["lowrank", "keys", "minmax", "residual"]
 
 
 def dense_scores(case: Case, router: str, sm_scale: float) -> np.ndarray:
@@ -30,7 +30,7 @@ def dense_scores(case: Case, router: str, sm_scale: float) -> np.ndarray:
             rows = [0, *blocks.residual_indices[b, n].tolist()]
             score = max(query @ k[b, n, kv, i] for i in rows) * sm_scale
         else:
-            rows = low_k if case.fmt.keeps_every_row else k
+            rows = low_k if router == "lowrank" and case.fmt.keeps_every_row else k
             score = np.log(np.exp(rows[b, n, kv] @ query * sm_scale).sum())
         scores[b, h, s, n] = score
     return scores
@@ -139,7 +139,7 @@ def test_nan_scores_come_last() -> None:
     assert pick([1, np.nan, 3, -np.nan], 2) == [0, 2]
     assert pick([np.nan, -np.nan, np.nan], 2) == [0, 1]
     assert pick([np.nan, -np.inf, 2], 2) == [0, 2]
-    case = Case(1, 4, 1, 1, 1, 4, 4, BlockFormat(4, 2, 1, 32, 16, True), "distinct", "float32", 1)
+    case = Case(1, 4, 1, 1, 1, 4, 4, BlockFormat(4, 2, 1, 32, 16, minmax=True), "distinct", "float32", 1)
     blocks = case.blocks()
     for part in (blocks.anchor_k, blocks.k_min, blocks.residual_k):
         part[:, [1, 3]] = np.nan

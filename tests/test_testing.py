@@ -13,6 +13,7 @@ from strategies import BACKENDS, library
 
 import dkv
 from dkv import testing
+from dkv.reference import storage
 from dkv.types import BlockFormat, CompressedBlocks
 
 
@@ -54,21 +55,26 @@ def test_bfloat16_without_ml_dtypes_says_what_to_install(monkeypatch: pytest.Mon
         testing.make_inputs(0, dtype="float64")
 
 
+def spoiled(**parts: Any) -> Any:
+    """compress_blocks with some parts changed."""
+
+    def run(k: Any, v: Any, config: Any, **options: Any) -> Any:
+        blocks = dkv.compress_blocks(k, v, config=config, **options)
+        changed = {name: change(getattr(blocks, name)) for name, change in parts.items()}
+        return dataclasses.replace(blocks, **changed)
+
+    return run
+
+
 def test_a_wrong_compression_is_told_what_is_wrong() -> None:
     inputs = testing.make_inputs(19)
-
-    def spoiled(**parts: Any) -> Any:
-        def run(k: Any, v: Any, config: Any) -> Any:
-            blocks = dkv.compress_blocks(k, v, config=config)
-            changed = {name: change(getattr(blocks, name)) for name, change in parts.items()}
-            return dataclasses.replace(blocks, **changed)
-
-        return run
-
     for parts, message in (
         ({"anchor_k": lambda x: x + np.float32(1e-6)}, "anchor_k must be the exact rows"),
         ({"u_unit": lambda x: 2 * x}, r"row 0, block 0: squared low-rank error .*, allowed are"),
-        ({"residual_k_scale": lambda x: x * np.float16(1.2)}, "residual_k of row 0, block 0.*half a quantisation"),
+        (
+            {"residual_k_scale": lambda x: x * np.float16(1.2)},
+            "residual_k of row 0, block 0.*the reference's error of the group",
+        ),
         ({"residual_v_min": lambda x: x[..., ::-1]}, "residual_v of row 0, block 0"),
         ({"residual_indices": lambda x: x[..., ::-1]}, "residual_indices must ascend"),
         ({"residual_indices": lambda x: 0 * x + np.arange(1, 7, dtype=np.uint8)}, "a kept row scores .* below"),
@@ -78,6 +84,40 @@ def test_a_wrong_compression_is_told_what_is_wrong() -> None:
     ):
         with pytest.raises(AssertionError, match=message):
             testing.assert_matches_reference(spoiled(**parts), "compress_blocks", inputs)
+
+
+def test_codes_that_are_not_the_laws_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = (8, 6, 4, 3, 2, 2, 1, 0)
+    settings = {"num_residuals": 200, "key_bits": widths, "value_bits": 3}
+    inputs = testing.make_inputs(21, batch=1, num_blocks=1, config=dkv.DKVConfig(**settings))
+    weight = np.random.default_rng(0).uniform(0, 2, (2, 24)).astype(np.float32)
+    for options in ({}, {"channel_weight": weight}):
+        testing.assert_matches_reference(spoiled(), "compress_blocks", inputs, **options)
+    for parts, message in (
+        ({"residual_k_order": lambda x: 0 * x}, "residual_k_order must hold every channel once"),
+        ({"residual_k_order": lambda x: x[..., ::-1].copy()}, "residual_k_order must descend in importance"),
+        ({"residual_k_order": lambda x: None}, "residual_k_order must be stored"),
+        ({"residual_k": lambda x: x[..., ::-1].copy()}, "error of residual_k of row 0, block 0"),
+        ({"residual_v": lambda x: x ^ np.uint8(1)}, "error of residual_v of row 0, block 0"),
+        ({"residual_v_scale": lambda x: x[..., ::-1, :].copy()}, "error of residual_v of row 0, block 0"),
+        ({"residual_v_unit": lambda x: 2 * x}, "error of residual_v of row 0, block 0"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            testing.assert_matches_reference(spoiled(**parts), "compress_blocks", inputs)
+
+    def unweighted(k: Any, v: Any, config: Any, channel_weight: Any) -> Any:
+        return dkv.compress_blocks(k, v, config=config)
+
+    with pytest.raises(AssertionError, match="residual_k_order must descend in importance"):
+        testing.assert_matches_reference(unweighted, "compress_blocks", inputs, channel_weight=weight)
+
+    def unclipped(k: Any, v: Any, config: Any) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(storage, "CLIPS", dict.fromkeys(range(1, 9), (1,)))
+            return dkv.compress_blocks(k, v, config=config)
+
+    with pytest.raises(AssertionError, match="error of residual_k of row 0, block 0"):
+        testing.assert_matches_reference(unclipped, "compress_blocks", inputs)
 
 
 def test_a_wrong_route_is_told_what_is_wrong() -> None:
