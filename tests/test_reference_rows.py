@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,15 @@ def test_eighths_of_channels(dim: int, segments: storage.Segments) -> None:
     fmt = BlockFormat(key_bits=FALLING)
     assert fmt.key_segments(dim) == segments
     assert place_bits(FALLING, dim) == [bits for count, bits in segments for _ in range(count)]
+
+
+def test_the_ranges_are_those_of_the_law() -> None:
+    law = (Path(__file__).parents[1] / "reference" / "README.md").read_text()
+    table = re.findall(
+        r"^\| ([\d, ]+) \| ([\d., ]+) \|$", law.split("| bits | `f` |")[1].split("\n\n")[0], re.MULTILINE
+    )
+    listed = {int(b): tuple(float(f) for f in fs.split(", ")) for bits, fs in table for b in bits.split(", ")}
+    assert listed == storage.CLIPS and sorted(listed) == list(range(1, 9))
 
 
 def rows_of(*columns: np.ndarray) -> np.ndarray:

@@ -119,6 +119,15 @@ def test_codes_that_are_not_the_laws_are_told_apart(monkeypatch: pytest.MonkeyPa
     with pytest.raises(AssertionError, match="error of residual_k of row 0, block 0"):
         testing.assert_matches_reference(unclipped, "compress_blocks", inputs)
 
+    def coarse(scale: Any) -> Any:
+        scale = scale.copy()
+        scale[0, 0, 1, 1, 7] *= 2
+        return scale
+
+    small = inputs._replace(v=inputs.v * np.where(np.arange(20) == 7, np.float32(0.01), np.float32(1)))
+    with pytest.raises(AssertionError, match=r": error of residual_v of row 0, block 0\[1, 1, 7\] is off"):
+        testing.assert_matches_reference(spoiled(residual_v_scale=coarse), "compress_blocks", small)
+
 
 def test_a_wrong_route_is_told_what_is_wrong() -> None:
     inputs = testing.make_inputs(20, num_blocks=6)
