@@ -146,21 +146,21 @@ def pack(codes: Tensor, segments: Segments) -> Tensor:
 
 
 def unpack(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
-    """Codes of rows ``[..., R, bytes]`` as numbers ``[..., Q, 128, C]``; rows beyond ``R`` are zero.
+    """Codes of rows ``[..., R, bytes]`` as numbers ``[..., Q, group_rows(R), C]``; rows beyond ``R`` are zero.
 
     ``C`` counts the channels in stored order up to the last of any width: those of width 0 stand at the end.
     """
     segments = tuple((size, bits) for size, bits in segments if bits)
-    if len(segments) == 1 and segments[0][1] in (2, 4, 8):
+    if len(segments) == 1 and segments[0][1] in (4, 8):
         return _unpack_along_rows(packed, *segments[0], dtype)
     return _unpack_across_rows(packed, segments, dtype)
 
 
 def _unpack_along_rows(packed: Tensor, size: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """One run of channels of 2, 4 or 8 bits: a row's lanes are long enough to take them as they lie."""
+    """One run of channels of 4 or 8 bits: a row's lanes are long enough to take them as they lie."""
     *lead, kept, width = packed.shape
-    groups = group_count(kept)
-    out = torch.empty(*lead, groups * RESIDUAL_GROUP, size, dtype=dtype, device=packed.device)
+    groups, length = group_count(kept), group_rows(kept)
+    out = torch.empty(*lead, groups * length, size, dtype=dtype, device=packed.device)
     out[..., kept:, :] = 0
     for lane in range(8 // bits):
         field = packed >> (bits * lane) if lane else packed
@@ -168,44 +168,43 @@ def _unpack_along_rows(packed: Tensor, size: int, bits: int, dtype: torch.dtype)
             field = field & (2**bits - 1)
         run = out[..., :kept, lane * width : (lane + 1) * width]
         run.copy_(field[..., : run.shape[-1]])
-    return out.unflatten(-2, (groups, RESIDUAL_GROUP))
+    return out.unflatten(-2, (groups, length))
 
 
 def _unpack_across_rows(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
-    """Any runs, whose lanes may be a byte long: the bytes of 128 rows side by side, four of them to an int32."""
+    """Any runs, whose lanes may be a byte long: the bytes of a group's rows side by side, four of them to an int32."""
     *lead, kept, width = packed.shape
-    groups = group_count(kept)
-    columns = torch.zeros(*lead, groups, width, RESIDUAL_GROUP, dtype=torch.uint8, device=packed.device)
+    groups, length = group_count(kept), group_rows(kept)
+    columns = torch.zeros(*lead, groups, width, length, dtype=torch.uint8, device=packed.device)
     for index, rows in enumerate(packed.split(RESIDUAL_GROUP, dim=-2) if kept else ()):
         columns[..., index, :, : rows.shape[-2]] = rows.mT
     words = columns.view(torch.int32)
     channels = sum(size for size, _ in segments)
-    codes = torch.empty(*lead, groups, channels, words.shape[-1], dtype=torch.int32, device=packed.device)
+    codes = torch.zeros(*lead, groups, channels, words.shape[-1], dtype=torch.int32, device=packed.device)
     start = byte = 0
-    for size, bits in segments:
-        left = bits
-        for part in code_parts(bits):
-            left -= part
-            length = -(-size * part // 8)
-            for lane in range(8 // part):
-                run = codes[..., start + lane * length : start + min((lane + 1) * length, size), :]
-                if run.shape[-2] == 0:
-                    break
-                field = words[..., byte : byte + run.shape[-2], :]
-                field = field >> (part * lane) if lane else field
-                field = field if part == 8 else field & (0x01010101 * (2**part - 1))
-                field = field << left if left else field
-                if left + part == bits:
-                    run.copy_(field)
-                else:
-                    run |= field
-            byte += length
+    for size, left in segments:
+        run = codes[..., start : start + size, :]
         start += size
+        for part in code_parts(left):
+            left -= part
+            stop = byte + -(-size * part // 8)
+            places = torch.arange(0, 8, part, dtype=torch.int32, device=packed.device)[:, None, None]
+            field = words[..., None, byte:stop, :] >> places
+            field = field.flatten(-3, -2)[..., :size, :]
+            byte = stop
+            if part < 8:
+                field &= 0x01010101 * (2**part - 1)
+            run |= field << left if left else field
     return codes.view(torch.uint8).to(dtype).mT
 
 
 def group_count(num_residuals: int) -> int:
     return -(-num_residuals // RESIDUAL_GROUP)
+
+
+def group_rows(num_residuals: int) -> int:
+    """Rows of a group of decoded codes, the same for all groups of a block and a multiple of four."""
+    return min(RESIDUAL_GROUP, max(-(-num_residuals // 4), 1) * 4)
 
 
 class Selected:
@@ -228,7 +227,6 @@ class Selected:
         else:
             self.index = block_indices.long().clamp(min=0)
             self.valid = block_indices >= 0
-        if self.index is not None:
             row = torch.arange(batch, device=device).view(-1, 1, 1) * count + self.index
             head = torch.arange(heads, device=device).view(1, -1, 1)
             self._shared_place = row.flatten()  # in a part's leading axes, flattened

@@ -250,7 +250,7 @@ def residual_rows(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
 def _decoded(blocks: CompressedBlocks, name: str, segments: Segments) -> Tensor:
     """Coded rows as numbers ``[B, N, H, R, D]``, channels in stored order."""
     scale, low, unit = (getattr(blocks, f"{name}_{part}").double() for part in ("scale", "min", "unit"))
-    codes = unpack(getattr(blocks, name), segments, torch.float64)  # [B, N, H, Q, 128, C]
+    codes = unpack(getattr(blocks, name), segments, torch.float64)  # [B, N, H, Q, S, C]
     codes = torch.nn.functional.pad(codes, (0, scale.shape[-1] - codes.shape[-1]))
     rows = unit[..., None, None, None] * (low[..., None, :] + scale[..., None, :] * codes)
     return rows.flatten(3, 4)[..., : blocks.num_residuals, :]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dkv.types import RESIDUAL_GROUP, CompressedBlocks
+from dkv.types import CompressedBlocks
 
-from ._storage import Selected, group_count, unpack
+from ._storage import Selected, group_count, group_rows, unpack
 from .merge import merge_states, saturated
 
 WORKSPACE_BYTES = 64 << 20  # logits and decoded codes held at one time; more selected blocks are taken in pieces
@@ -82,9 +82,10 @@ def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):
     if width == 0 or blocks.num_blocks == 0:
         return empty_state(q, blocks.head_dim_v, None)
     block_indices = distinct_slots(block_indices, blocks)
-    channels = blocks.head_dim + blocks.head_dim_v
-    scaled = rows * group_count(blocks.num_residuals) * channels  # queries and sums of each scale group
-    per_block = 4 * batch * heads * (blocks.block_size * (2 * rows + channels) + scaled)
+    channels, groups = blocks.head_dim + blocks.head_dim_v, group_count(blocks.num_residuals)
+    padded = max(blocks.block_size, groups * group_rows(blocks.num_residuals))
+    scaled = groups * rows * channels  # queries and sums of each scale group
+    per_block = 4 * batch * heads * (padded * (2 * rows + channels) + scaled)
     step = max(1, WORKSPACE_BYTES // max(1, per_block))
     states = [
         piece(grouped, blocks, Selected(blocks, block_indices[:, :, i : i + step]), sm_scale, softcap)
@@ -176,11 +177,11 @@ def residual_logits(q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_sc
         query = query.expand(-1, -1, order.shape[2], -1, -1).gather(4, order)
     unit = chosen.per_head("residual_k_unit", dtype)[..., None, None]
     constant = query @ (chosen.per_head("residual_k_min", dtype) * unit).mT + anchor[..., None]  # [B, H, W, M, Q]
-    codes = unpack(chosen.per_head("residual_k"), fmt.key_segments(q.shape[-1]), dtype)  # [B, H, W, Q, 128, C]
+    codes = unpack(chosen.per_head("residual_k"), fmt.key_segments(q.shape[-1]), dtype)  # [B, H, W, Q, S, C]
     coded = codes.shape[-1]
     scale = chosen.per_head("residual_k_scale")[..., :coded].to(dtype) * unit
     query = query[:, :, :, None, :, :coded] * scale[..., None, :]  # [B, H, W, Q, M, C]
-    scores = (query @ codes.mT).transpose(3, 4) + constant[..., None]  # [B, H, W, M, Q, 128]
+    scores = (query @ codes.mT).transpose(3, 4) + constant[..., None]  # [B, H, W, M, Q, S]
     return scores.flatten(4, 5)[..., : blocks.num_residuals]
 
 
@@ -199,9 +200,9 @@ def _residual_piece(
     unit = chosen.per_head("residual_v_unit", dtype)[..., None, None]
     low = chosen.per_head("residual_v_min", dtype) * unit  # [B, H, W, Q, Dv]
     scale = chosen.per_head("residual_v_scale", dtype) * unit
-    groups = low.shape[3]
-    weight = torch.nn.functional.pad(weight, (0, groups * RESIDUAL_GROUP - kept))
-    weight = weight.unflatten(4, (groups, RESIDUAL_GROUP)).transpose(3, 4)  # [B, H, W, Q, M, 128]
+    groups, length = group_count(kept), group_rows(kept)
+    weight = torch.nn.functional.pad(weight, (0, groups * length - kept))
+    weight = weight.unflatten(4, (groups, length)).transpose(3, 4)  # [B, H, W, Q, M, S]
     out = weight.sum(5).flatten(2, 3).mT @ low.flatten(2, 3)  # [B, H, M, Dv]
     codes = unpack(chosen.per_head("residual_v"), fmt.value_segments(blocks.head_dim_v), dtype)
     if codes.shape[-1]:
