@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from typing import Any
 
@@ -35,7 +36,7 @@ def save_cache(cache: Any, path: str | os.PathLike[str]) -> None:
 
 def load_cache(cache: Any, path: str | os.PathLike[str], device: Any) -> None:
     tensors, header = read(path, "cache", "torch")
-    _check_config(header.get("config"), cache.config.to_dict())
+    _check_config(header.get("config"), json.loads(json.dumps(cache.config.to_dict())))  # a tuple is a list there
     layers = header.get("layers")
     if not isinstance(layers, list) or not all(isinstance(entry, dict) for entry in layers):
         raise ValueError(f"layers of the file must be a list of mappings, got {layers!r:.60}")
