@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dkv.types import BlockFormat, CompressedBlocks
 OPS = ["lowrank_attention", "residual_attention", "exact_attention", "decode_attention"]
 EVERY_ROW = BlockFormat(16, 5, 15, residual_bits=16)
 SOME_ROWS = BlockFormat(16, 5, 6)
+MIXED = BlockFormat(16, 0, 15, key_bits=(8, 6, 5, 4, 3, 2, 1, 0), value_bits=3)
 
 
 def options_of(op: str, case: Case, with_sink: bool, band: int | None) -> dict[str, Any]:
@@ -73,9 +75,11 @@ def test_parity_without_causality(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parity_at_the_shape_of_a_model(backend: str, dtype: str) -> None:
     shape: dict[str, Any] = {"batch": 1, "num_q_heads": 14, "num_kv_heads": 2, "head_dim": 128, "head_dim_v": 64}
-    shape |= {"window": 300, "num_blocks": 3, "dtype": dtype, "config": dkv.DKVConfig()}
-    inputs = testing.make_inputs(5, **shape, library=library(backend))
-    testing.assert_matches_reference(backend, "decode_attention", inputs)
+    shape |= {"window": 300, "num_blocks": 3, "dtype": dtype}
+    mixed = dkv.DKVConfig(rank=0, key_bits=(6, 5, 5, 4, 4, 3, 3, 2), value_bits=3)
+    for config in (dkv.DKVConfig(), mixed):
+        inputs = testing.make_inputs(5, **shape, config=config, library=library(backend))
+        testing.assert_matches_reference(backend, "decode_attention", inputs)
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
@@ -89,7 +93,7 @@ def test_rows_kept_exactly_are_dense_attention(backend: str) -> None:
     close(state, call("reference", "exact_attention", inputs.q, *rows))
 
 
-@pytest.mark.parametrize("fmt", [EVERY_ROW, SOME_ROWS])
+@pytest.mark.parametrize("fmt", [EVERY_ROW, SOME_ROWS, MIXED])
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_routing_that_takes_all_is_all_indices(backend: str, fmt: BlockFormat) -> None:
     inputs = testing.make_inputs(2, config=fmt, num_blocks=4)
@@ -180,7 +184,7 @@ def test_strided_inputs_are_read_by_their_strides(backend: str, fmt: BlockFormat
 
 
 @pytest.mark.parametrize("op", ["lowrank_attention", "residual_attention", "decode_attention"])
-@pytest.mark.parametrize("fmt", [EVERY_ROW, SOME_ROWS, BlockFormat(16, 5, 15), BlockFormat(16, 3, 4, 16, 16)])
+@pytest.mark.parametrize("fmt", [EVERY_ROW, SOME_ROWS, MIXED, BlockFormat(16, 5, 15), BlockFormat(16, 3, 4, 16, 16)])
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_blocks_that_are_not_selected_are_not_read(backend: str, fmt: BlockFormat, op: str) -> None:
     inputs = testing.make_inputs(10, config=fmt, num_blocks=4)
@@ -238,7 +242,13 @@ def test_pieces_of_the_workspace_do_not_show(backend: str, fmt: BlockFormat, mon
         close(testing.to_numpy(state), whole[op], 2e-6)
 
 
-@pytest.mark.parametrize("fmt", [BlockFormat(32, 5, 9), BlockFormat(32, 5, 31), BlockFormat(32, 5, 31, 16, 16)])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        *(BlockFormat(32, 5, 9), BlockFormat(32, 5, 31), BlockFormat(32, 5, 31, 16, 16)),
+        dataclasses.replace(MIXED, block_size=32, num_residuals=31),
+    ],
+)
 def test_memory_does_not_grow_with_the_cache(fmt: BlockFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest array a decode makes is bounded by the workspace, the selected rows and the scores of the router."""
     torch = pytest.importorskip("torch")

@@ -17,6 +17,7 @@ from dkv import testing
 from dkv._dispatch import op_module
 from dkv.types import BlockFormat, CompressedBlocks
 
+MIXED = BlockFormat(64, 0, 63, key_bits=(8, 6, 5, 4, 3, 2, 1, 0), value_bits=3)
 SVD_FREE = {"reference": ("numpy.linalg", "svd"), "torch": ("torch.linalg", "eigh")}
 
 
@@ -139,7 +140,7 @@ def test_s06_rank_is_clipped_to_the_block(backend: str, size: int, head_dim: int
 
 
 @pytest.mark.parametrize(("batch", "num_blocks", "size"), [(1, 1, 1), (2, 0, 16), (0, 2, 16), (1, 2, 2)])
-@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("bits", [3, 4, 16])
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_s07_matrices_without_rows(backend: str, bits: int, batch: int, num_blocks: int, size: int) -> None:
     """pytorch#51109, jax#5331, numpy#11424: a wrong factor shape, or an error from LAPACK."""
@@ -208,7 +209,7 @@ def test_s13_the_bad_block_is_named(backend: str) -> None:
 
 @pytest.mark.parametrize("factor_bits", [8, 16, 32])
 @pytest.mark.parametrize("num_residuals", [0, 9, 63])
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [1, 3, 4, 8, 16])
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_s14_values_without_spread_come_back_exactly(
     backend: str, bits: int, num_residuals: int, factor_bits: int
@@ -252,7 +253,7 @@ def test_s16_residual_counts_beyond_the_block(backend: str) -> None:
         np.testing.assert_allclose(state.lse, np.log(256), atol=1e-5)
 
 
-@pytest.mark.parametrize("fmt", [BlockFormat(64, 8, 16), BlockFormat(64, 8, 16, 32, 16), BlockFormat(64, 8, 63)])
+@pytest.mark.parametrize("fmt", [BlockFormat(64, 8, 16), BlockFormat(64, 8, 16, 32, 16), BlockFormat(64, 8, 63), MIXED])
 @pytest.mark.parametrize("keep", ["distinct", "error"])
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_s17_scaling_the_input_scales_the_reconstruction(backend: str, keep: str, fmt: BlockFormat) -> None:

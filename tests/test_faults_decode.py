@@ -15,6 +15,7 @@ from dkv import testing
 from dkv._dispatch import op_module
 from dkv.types import BlockFormat, CompressedBlocks
 
+MIXED = BlockFormat(16, 0, 15, key_bits=(8, 6, 5, 4, 3, 2, 1, 0), value_bits=3)
 EXACT_ROWS = BlockFormat(16, 4, 15, 32, 16)
 
 
@@ -70,7 +71,7 @@ def test_d02_slots_never_written_have_no_effect(backend: str, garbage: float) ->
     assert clean.out.tobytes() == dirty.out.tobytes() and clean.lse.tobytes() == dirty.lse.tobytes()
 
 
-@pytest.mark.parametrize("fmt", [EXACT_ROWS, BlockFormat(16, 4, 5), BlockFormat(16, 4, 15)])
+@pytest.mark.parametrize("fmt", [EXACT_ROWS, BlockFormat(16, 4, 5), BlockFormat(16, 4, 15), MIXED])
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_d02_blocks_never_written_have_no_effect(backend: str, fmt: BlockFormat) -> None:
     """The same sources, for slots of blocks beyond the valid ones, routed and decoded."""

@@ -60,7 +60,7 @@ def test_r03_nan_scores_are_last_whatever_their_sign(backend: str) -> None:
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_r03_a_block_of_nan_is_not_chosen_before_another(backend: str, router: str) -> None:
     """The same sources, through the scores."""
-    made = testing.make_inputs(1, num_blocks=4, config=BlockFormat(16, 4, 5, 32, 16, True))
+    made = testing.make_inputs(1, num_blocks=4, config=BlockFormat(16, 4, 5, 32, 16, minmax=True))
     for part in ("anchor_k", "residual_k", "basis_k", "k_min", "k_max"):
         getattr(made.blocks, part)[:, 2] = np.nan
     chosen = call(backend, "route_blocks", made.q, made.blocks, top_k=3, router=router, sink_blocks=0)

@@ -242,6 +242,7 @@ FORMATS = [
     dataclasses.replace(BASE, rank=2, residual_bits=8, top_k=1),
     dataclasses.replace(BASE, rank=3, residual_bits=16, router="residual", share="all", chunk_top_k=2),
     dataclasses.replace(BASE, router="minmax"),
+    dataclasses.replace(BASE, num_residuals=15, rank=0, router="keys", key_bits=(7, 5, 4, 3, 2, 1, 1, 0), value_bits=3),
 ]
 
 
@@ -420,7 +421,10 @@ LOSSY = dataclasses.replace(
     EXACT,
     format="compact",
     top_k=2,
-    tiers=(HeadTier(0.5, num_residuals=15), HeadTier(0.5, routed=False, rank=2, num_residuals=2)),
+    tiers=(
+        HeadTier(0.5, num_residuals=15, key_bits=(8, 8, 6, 6, 5, 5, 4, 2), value_bits=5),
+        HeadTier(0.5, routed=False, rank=2, num_residuals=2),
+    ),
 )
 TOLERANCE = 3e-5  # logits of 5: float32 sums in another order; the largest difference seen is 8e-6
 

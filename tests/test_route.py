@@ -16,12 +16,15 @@ from dkv import testing
 from dkv._dispatch import op_module
 from dkv.types import BlockFormat
 
-ROUTERS = ["lowrank", "minmax", "residual"]
+ROUTERS = ["lowrank", "keys", "minmax", "residual"]
+MIXED = {"key_bits": (8, 7, 5, 4, 3, 2, 1, 0), "value_bits": 3}
 FORMATS = [
     BlockFormat(16, 5, 6, minmax=True),
     BlockFormat(16, 5, 15, minmax=True),
-    BlockFormat(16, 5, 6, 16, 16, True),
-    BlockFormat(16, 5, 0, 8, 4, True),
+    BlockFormat(16, 5, 6, 16, 16, minmax=True),
+    BlockFormat(16, 5, 0, 8, 4, minmax=True),
+    BlockFormat(16, 5, 15, **MIXED, minmax=True),
+    BlockFormat(16, 0, 6, **MIXED, minmax=True),
 ]
 
 
@@ -63,6 +66,25 @@ def test_parity_of_scores(backend: str, fmt: BlockFormat, router: str) -> None:
     got = op_module(backend, "route").route_scores(inputs.q, inputs.blocks, router, 24**-0.5)
     # [B, Hkv, G * Sq, N] to [B, Hq, Sq, N]
     np.testing.assert_allclose(testing.to_numpy(got).reshape(want.shape), want, rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_residuals", [0, 6, 15])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_keys_scores_every_row_that_the_blocks_stand_for(backend: str, num_residuals: int) -> None:
+    made = testing.make_inputs(6, num_blocks=3, config=BlockFormat(16, 5, num_residuals))
+    counted, q = [], testing.to_library(made.q, library(backend))
+    for blocks in (made.blocks, dataclasses.replace(made.blocks, u=np.zeros_like(made.blocks.u))):
+        k = call("reference", "reconstruct_blocks", blocks)[0].astype(np.float64).reshape(2, 2, 1, 3, 16, 24)
+        logits = np.einsum("bhgd,bhxnsd->bhgns", made.q.reshape(2, 2, -1, 24).astype(np.float64), k) * 24**-0.5
+        want = np.log(np.exp(logits).sum(-1))
+        if backend == "reference":
+            got = op_module(backend, "route").route_scores(made.q, blocks, "keys")
+        else:
+            parts = testing.to_library(blocks, library(backend))
+            got = testing.to_numpy(op_module(backend, "route").route_scores(q, parts, "keys", 24**-0.5))
+        np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=1e-5)
+        counted.append(want)
+    assert np.array_equal(*counted) == (num_residuals == 15)  # the low-rank part counts where it is needed alone
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
