@@ -581,8 +581,11 @@ def _compare_codes(
         what, kind = f"error of {name} of {where}", got.u.dtype.name
         reason = "the reference's error of the group, and a float16 number apart"
         _refuse("compress_blocks", what, kind, mine, 1.001 * theirs + apart, reason)
-        total, allowed = np.linalg.norm(mine)[None], 1.01 * np.linalg.norm(theirs) + apart.max(initial=0.0)
-        _refuse("compress_blocks", f"total {what}", kind, total, allowed, "the reference's, and a float16 number apart")
+        one = (2 * theirs * apart + np.square(apart)).max(initial=0.0)  # what one group apart adds to the squares
+        total, allowed = np.linalg.norm(mine)[None], np.sqrt(np.square(1.01 * theirs).sum() + one)
+        _refuse(
+            "compress_blocks", f"total {what}", kind, total, allowed, "the reference's, and one float16 number apart"
+        )
 
 
 def _group_norms(error: np.ndarray, storage: Any) -> np.ndarray:

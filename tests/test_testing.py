@@ -121,12 +121,17 @@ def test_codes_that_are_not_the_laws_are_told_apart(monkeypatch: pytest.MonkeyPa
 
     def coarse(scale: Any) -> Any:
         scale = scale.copy()
-        scale[0, 0, 1, 1, 7] *= 2
+        scale[0, 0, 1, 1, 7] *= 1.25
         return scale
 
     small = inputs._replace(v=inputs.v * np.where(np.arange(20) == 7, np.float32(0.01), np.float32(1)))
     with pytest.raises(AssertionError, match=r": error of residual_v of row 0, block 0\[1, 1, 7\] is off"):
         testing.assert_matches_reference(spoiled(residual_v_scale=coarse), "compress_blocks", small)
+
+    fine = testing.make_inputs(22, batch=1, num_blocks=1, config=dkv.DKVConfig(num_residuals=200, residual_bits=8))
+    nudged = spoiled(residual_v_min=lambda x: x * np.float16(1 + 2**-9))
+    with pytest.raises(AssertionError, match="total error of residual_v of row 0, block 0"):
+        testing.assert_matches_reference(nudged, "compress_blocks", fine)
 
 
 def test_a_wrong_route_is_told_what_is_wrong() -> None:
