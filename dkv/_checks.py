@@ -75,9 +75,9 @@ def check_config(config: Any, plain: bool = False) -> None:
     """``plain`` where one config stands for all heads that are given."""
     if not isinstance(config, DKVConfig):
         raise TypeError(f"config must be a DKVConfig, got {type(config).__qualname__}")
-    if plain and config.tiers:
+    if plain and (config.tiers or config.ratio is not None):
         raise ValueError(
-            "config has tiers: use cfg.head_groups(layer, num_kv_heads) and give each group's heads with its own config"
+            f"config has {'tiers' if config.tiers else 'a ratio'}: use cfg.head_groups(layer, num_kv_heads) and give each group's heads with its own config"
         )
 
 

@@ -62,15 +62,23 @@ class HeadTier:
 
 
 class HeadGroup(NamedTuple):
-    """The kv heads of a layer that are compressed together, ascending, and the plain config that they have."""
+    """The kv heads of a layer that are compressed together, ascending, and the plain config that they have.
+
+    ``config`` is None for heads that see sink and window alone: nothing of theirs is compressed, it is forgotten.
+    ``channel_weight [heads][D]`` is what :func:`dkv.compress_blocks` takes by that name.
+    """
 
     heads: tuple[int, ...]
-    config: DKVConfig
+    config: DKVConfig | None
+    channel_weight: tuple[tuple[float, ...], ...] | None = None
 
 
 # What DKVConfig.preset knows: name -> fields.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
+    "quality": {"ratio": 4.0, "rank": 0, "router": "keys"},
+    "balanced": {"ratio": 6.0, "rank": 0, "router": "keys"},
+    "small": {"ratio": 8.0, "rank": 0, "router": "keys"},
     "paper": {"num_residuals": 128, "keep": "error", "format": "fp16", "router": "residual", "share": "all"},
 }
 
@@ -124,7 +132,14 @@ class DKVConfig:
         Splits the kv heads of the model by their scores in ``profile``; see :meth:`head_groups`. All heads of a layer
         are compressed together where there are none.
     profile : HeadProfile, optional
-        The scores of the model's heads.
+        What was measured of the model's heads.
+    ratio : float, optional
+        Dense bytes over stored bytes of what is compressed, at 16 bits a dense number: the profile then chooses widths
+        for every head, at the least estimated loss, and which heads see sink and window alone. Instead of ``tiers``;
+        every row is kept. 2 to 16.
+    routed_share : float
+        With ``ratio``: share of the model's kv heads, by descending score of the profile, that a decode step routes.
+        The others attend all of their blocks, which are small.
     """
 
     block_size: int = 256
@@ -148,6 +163,8 @@ class DKVConfig:
     prefill_window: int = 512
     tiers: tuple[HeadTier, ...] = ()
     profile: HeadProfile | None = None
+    ratio: float | None = None
+    routed_share: float = 0.25
 
     def __post_init__(self) -> None:
         self._check_int("block_size", 2, 256)
@@ -169,6 +186,25 @@ class DKVConfig:
         if self.profile is not None and not isinstance(self.profile, HeadProfile):
             raise TypeError(f"profile must be a HeadProfile, got {type(self.profile).__qualname__}")
         self._check_tiers()
+        self._check_ratio()
+
+    def _check_ratio(self) -> None:
+        for name, low, high in (("ratio", 2, 16), ("routed_share", 0, 1)):
+            value = getattr(self, name)
+            if name == "ratio" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be {low}..{high}, got {value}")
+        if self.ratio is None:
+            return
+        own = [name for name in ("residual_bits", "key_bits", "value_bits") if getattr(self, name) is not None]
+        if own or self.tiers or self.format != "compact":
+            given = own or (["tiers"] if self.tiers else ["format"])
+            raise ValueError(f"ratio chooses the widths itself: {given[0]} must be left as it is")
+        if not self.block_format.keeps_every_row:
+            raise ValueError(f"ratio keeps every row: num_residuals must be {self.block_size - 1} or more")
 
     def _check_tiers(self) -> None:
         if not isinstance(self.tiers, (tuple, list)) or not all(isinstance(tier, HeadTier) for tier in self.tiers):
@@ -233,27 +269,51 @@ class DKVConfig:
         Returns
         -------
         tuple of HeadGroup
-            In the order of the tiers, those without heads in this layer left out; one group of all heads without tiers.
+            By their first head; one group of all heads where there are neither tiers nor a ratio.
 
         Raises
         ------
         ValueError
             When tiers have no profile, or the profile is of a model of another shape.
         """
-        if not self.tiers:
+        if not self.tiers and self.ratio is None:
             plain = self if self.profile is None else dataclasses.replace(self, profile=None)
             return (HeadGroup(tuple(range(num_kv_heads)), plain),)
         if self.profile is None:
-            raise ValueError(f"tiers need the profile of a model: {HOW_TO_PROFILE}")
+            what = "tiers need" if self.tiers else "ratio needs"
+            raise ValueError(f"{what} the profile of a model: {HOW_TO_PROFILE}")
         self.profile.check_model(self.profile.num_layers, num_kv_heads, self.profile.head_dim)
         if not 0 <= layer < self.profile.num_layers:
             raise ValueError(f"layer must be 0..{self.profile.num_layers - 1}, as in the profile, got {layer}")
-        tier_of = self._tiers_of(self.profile)[layer]
-        groups = (
-            HeadGroup(tuple(head for head, own in enumerate(tier_of) if own == index), tier.applied(self))
-            for index, tier in enumerate(self.tiers)
+        configs = self._fitted(layer) if self.ratio is not None else self._tiered(layer)
+        weight = self.profile.channel_weight[layer]
+        groups: dict[DKVConfig | None, list[int]] = {}
+        for head, config in enumerate(configs):
+            groups.setdefault(config, []).append(head)
+        return tuple(
+            HeadGroup(tuple(heads), config, None if config is None else tuple(weight[head] for head in heads))
+            for config, heads in groups.items()
         )
-        return tuple(group for group in groups if group.heads)
+
+    def _tiered(self, layer: int) -> list[DKVConfig | None]:
+        """The plain config of each head of a layer."""
+        assert self.profile is not None
+        return [self.tiers[index].applied(self) for index in self._tiers_of(self.profile)[layer]]
+
+    def _fitted(self, layer: int) -> list[DKVConfig | None]:
+        """As :meth:`_tiered`, from the widths that the profile chooses."""
+        from dkv.allocation import fit, routed_heads
+
+        assert self.profile is not None and self.ratio is not None
+        routed = routed_heads(self.profile, self.routed_share)
+        plain = dataclasses.replace(self, profile=None, ratio=None)
+        still = dataclasses.replace(plain, top_k=EVERY_BLOCK, chunk_top_k=None)
+        return [
+            None
+            if widths is None
+            else dataclasses.replace(plain if routed[layer][head] else still, key_bits=widths[0], value_bits=widths[1])
+            for head, widths in enumerate(fit(self.profile, self.ratio, self.block_size, self.rank)[layer])
+        ]
 
     def _tiers_of(self, profile: HeadProfile) -> list[list[int]]:
         """The tier of each head of the model, ``[layers][kv heads]``."""

@@ -1,4 +1,4 @@
-"""Which kv heads of a model go back to earlier copies: one number per head, measured once per model."""
+"""What each kv head of a model needs stored: measured once per model, kept as JSON."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from dkv.types import BlockFormat
+
 FORMAT = "dkv-profile"
 VERSION = 1
-MAX_BYTES = 4 << 20  # of a file; a score takes about 10
+MAX_BYTES = 16 << 20  # of a file; a number takes about 10
+NESTED = ("key_options", "value_options", "key_loss", "value_loss", "drop_loss", "channel_weight")
 SHAPE = {"num_layers": 4096, "num_kv_heads": 4096, "head_dim": 65536}  # and the largest that is believed
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadProfile:
-    """How much of each kv head's attention returns to the earlier copy of a repeated passage.
+    """What each kv head of a model looks back at, and what coarser storage of it costs.
 
     Made by ``dkv profile MODEL -o FILE`` or :func:`dkv.profiling.measure_profile`; the JSON files in ``dkv/profiles``
     ship with the package. Everything is checked when a profile is made, so also when one is loaded.
@@ -31,6 +34,18 @@ class HeadProfile:
     scores : sequence of sequences of float, [num_layers][num_kv_heads]
         The share, 0 to 1, of a head's attention that a repeated passage sends back to its earlier copy. 0 for all heads
         of a layer that keeps no full cache (a sliding window, for one). Held as tuples.
+    key_options : sequence of 8 widths each
+        The ``key_bits`` that were priced, from fine to coarse.
+    value_options : sequence of int
+        The ``value_bits`` that were priced, from fine to coarse.
+    key_loss : [num_layers][num_kv_heads][len(key_options)]
+        Estimated KL divergence in nats per token where a head's keys alone are stored so; see :mod:`dkv.sensitivity`.
+    value_loss : [num_layers][num_kv_heads][len(value_options)]
+        The same for its values.
+    drop_loss : [num_layers][num_kv_heads]
+        The same where the head sees sink and window alone.
+    channel_weight : [num_layers][num_kv_heads][head_dim]
+        Mean square of the queries that a head's keys meet, per channel.
     text : str
         Which text was measured on.
     settings : mapping of str to numbers, or to sequences of numbers, optional
@@ -42,6 +57,12 @@ class HeadProfile:
     num_kv_heads: int
     head_dim: int
     scores: tuple[tuple[float, ...], ...]
+    key_options: tuple[tuple[int, ...], ...]
+    value_options: tuple[int, ...]
+    key_loss: tuple[tuple[tuple[float, ...], ...], ...]
+    value_loss: tuple[tuple[tuple[float, ...], ...], ...]
+    drop_loss: tuple[tuple[float, ...], ...]
+    channel_weight: tuple[tuple[tuple[float, ...], ...], ...]
     text: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -54,6 +75,15 @@ class HeadProfile:
             if type(value) is not int or not 1 <= value <= limit:
                 raise ValueError(f"{name} of a profile must be an int in 1..{limit}, got {value!r:.60}")
         object.__setattr__(self, "scores", self._checked_scores())
+        self._check_options()
+        heads = (self.num_layers, self.num_kv_heads)
+        for name, last in (
+            ("key_loss", (len(self.key_options),)),
+            ("value_loss", (len(self.value_options),)),
+            ("drop_loss", ()),
+            ("channel_weight", (self.head_dim,)),
+        ):
+            object.__setattr__(self, name, _nested(name, getattr(self, name), (*heads, *last)))
         object.__setattr__(self, "settings", self._checked_settings())
 
     def _checked_scores(self) -> tuple[tuple[float, ...], ...]:
@@ -74,6 +104,19 @@ class HeadProfile:
                     raise ValueError(f"scores of a profile must be numbers in 0..1, got {score!r:.60} ({where})")
             checked.append(tuple(float(score) for score in heads))
         return tuple(checked)
+
+    def _check_options(self) -> None:
+        """Widths as a BlockFormat takes them; at least one of each."""
+        keys, values = _sequence(self.key_options), _sequence(self.value_options)
+        if not keys or not values:
+            raise ValueError("key_options and value_options of a profile must be lists of widths, at least one of each")
+        try:
+            keys = [BlockFormat(key_bits=tuple(option)).key_bits for option in keys]
+            values = [BlockFormat(value_bits=option).value_bits for option in values]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"options of a profile: {error}") from error
+        object.__setattr__(self, "key_options", tuple(keys))
+        object.__setattr__(self, "value_options", tuple(values))
 
     def _checked_settings(self) -> dict[str, Any]:
         if not isinstance(self.settings, Mapping):
@@ -110,7 +153,8 @@ class HeadProfile:
     def to_dict(self) -> dict[str, Any]:
         """Strings, numbers, lists and mappings alone, as JSON has them."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["scores"] = [list(layer) for layer in self.scores]
+        for name in ("scores", *NESTED):
+            values[name] = _lists(values[name])
         values["settings"] = {
             name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.items()
         }
@@ -131,7 +175,7 @@ class HeadProfile:
         """Write a versioned JSON file through a temporary file and an atomic rename."""
         from dkv._files import replaced
 
-        text = json.dumps({"format": FORMAT, "version": VERSION, **self.to_dict()}, indent=1, allow_nan=False)
+        text = _readable({"format": FORMAT, "version": VERSION, **self.to_dict()})
         with replaced(path) as temporary, open(temporary, "x", encoding="utf-8") as file:
             file.write(text + "\n")
 
@@ -197,6 +241,34 @@ def _shipped_file(name: str) -> Any:
     from importlib import resources
 
     return resources.files("dkv").joinpath("profiles", name)
+
+
+def _readable(values: Mapping[str, Any]) -> str:
+    """JSON with one line per field and layer: a list of lists of numbers does not take a line for each."""
+    fields = []
+    for name, value in values.items():
+        deep = isinstance(value, list) and value and isinstance(value[0], list)
+        lines = ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) if deep else ""
+        text = f"[\n  {lines}\n ]" if deep else json.dumps(value, allow_nan=False)
+        fields.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _nested(name: str, value: Any, shape: tuple[int, ...]) -> Any:
+    """Nested tuples of ``shape`` of finite numbers that are not negative."""
+    if not shape:
+        if not _is_number(value) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} of a profile must hold finite numbers of 0 or more, got {value!r:.60}")
+        return float(value)
+    items = _sequence(value)
+    if items is None or len(items) != shape[0]:
+        got = "no list" if items is None else f"{len(items)}"
+        raise ValueError(f"{name} of a profile must have {shape[0]} entries along an axis of its shape, got {got}")
+    return tuple(_nested(name, item, shape[1:]) for item in items)
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _is_number(value: Any) -> bool:

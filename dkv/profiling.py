@@ -1,4 +1,4 @@
-"""Measure a :class:`dkv.HeadProfile`: which kv heads of a model go back to the earlier copy of a repeated passage."""
+"""Measure a :class:`dkv.HeadProfile`: which kv heads go back to earlier copies, and what each needs stored."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from dkv import sensitivity
 from dkv._checks import check_count
 from dkv.integrations.transformers import FULL_ATTENTION, attention_forward, layer_kinds, model_shape
 from dkv.kernels.torch.decode import capped, softmax_with_sink
@@ -36,14 +37,18 @@ def measure_profile(
     passage_tokens: int = 1400,
     repeat_tokens: int = 200,
     distances: Sequence[int] = (300, 700, 1300),
+    blocks: int = 8,
+    samples: int = 4,
+    seed: int = 0,
     progress: Callable[[str], None] = lambda label: None,
 ) -> HeadProfile:
     """Read passages of a text whose part comes again, and score every kv head by :func:`copy_mass`.
 
     A forward pass reads ``passage_tokens`` tokens and then ``repeat_tokens`` of them again, those that begin
     ``distance`` tokens before the end of the passage; there is one pass per passage and distance, and a head's score is
-    the mean over them. The passages are stretches of the text spread over its length. Layers that keep no full cache
-    (sliding windows, for one) are not measured: their scores are 0. Model, text and settings alone decide the result.
+    the mean over them. Then every passage, longer now, prices what coarser storage of each head costs
+    (:mod:`dkv.sensitivity`). The passages are stretches of the text spread over its length. Layers that keep no full
+    cache (sliding windows, for one) are not measured: their numbers are 0. Model, text and settings alone decide the result.
 
     Parameters
     ----------
@@ -57,13 +62,19 @@ def measure_profile(
     passages, passage_tokens, repeat_tokens : int
     distances : sequence of int
         Each between ``repeat_tokens`` and ``passage_tokens``.
+    blocks : int
+        Blocks of 256 tokens that are stored coarsely to price it.
+    samples : int
+        Labels drawn per token to price with: more are less noisy and take longer.
+    seed : int
+        Of those labels.
     progress : callable
         Told what is being done.
 
     Returns
     -------
     HeadProfile
-        Scores are rounded to six digits.
+        Numbers are rounded: scores to six decimals, the others to four digits.
 
     Raises
     ------
@@ -72,7 +83,13 @@ def measure_profile(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__qualname__}")
-    for label, value in (("passages", passages), ("passage_tokens", passage_tokens), ("repeat_tokens", repeat_tokens)):
+    for label, value in (
+        ("passages", passages),
+        ("passage_tokens", passage_tokens),
+        ("repeat_tokens", repeat_tokens),
+        ("blocks", blocks),
+        ("samples", samples),
+    ):
         check_count(label, value, 1)
     distances = tuple(distances)
     if not distances or not all(type(far) is int and repeat_tokens <= far <= passage_tokens for far in distances):
@@ -80,21 +97,34 @@ def measure_profile(
     limit = max_context(model)
     if limit is not None and 1 + passage_tokens + repeat_tokens > limit:
         raise ValueError(f"passage_tokens + repeat_tokens must be below {limit}, the model's context")
+    priced = sensitivity.passage_tokens(blocks) + sensitivity.LENGTH
+    if limit is not None and 1 + priced > limit:
+        raise ValueError(f"blocks={blocks} take {priced} tokens, they must be below {limit}, the model's context")
     if text is None:
         text, text_name = shipped_text(), SHIPPED_TEXT
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     opening = _opening(tokenizer)
-    needed = passages * passage_tokens
+    longest = max(passage_tokens, priced)
+    needed = passages * longest
     if len(ids) < needed:
-        raise ValueError(f"text has {len(ids)} tokens, {needed} are needed: {passages} passages of {passage_tokens}")
+        raise ValueError(f"text has {len(ids)} tokens, {needed} are needed: {passages} passages of {longest}")
     layers, heads, dim = model_shape(model.config)
     total = torch.zeros(layers, heads, dtype=torch.float64)
+    prices = sensitivity.Sensitivity.zeros(layers, heads, dim)
     for index in range(passages):
-        first = index * (len(ids) - passage_tokens) // max(1, passages - 1)
+        first = index * (len(ids) - longest) // max(1, passages - 1)
         passage = ids[first : first + passage_tokens]
         for distance in distances:
             progress(f"passage {index + 1} of {passages}, repeat after {distance} tokens")
             total += repeat_scores(model, opening + passage, len(opening) + passage_tokens - distance, repeat_tokens)
+        found = sensitivity.measure(
+            model,
+            opening + ids[first : first + priced - len(opening)],
+            samples,
+            seed + 3 * index,
+            progress=lambda what: progress(f"passage {index + 1} of {passages}, prices: {what}"),  # noqa: B023
+        )
+        prices.add(found, 1 / passages)
     scores = (total / (passages * len(distances))).clamp(0, 1)
     return HeadProfile(
         model=name or os.path.basename(model.config.name_or_path.rstrip("/")) or type(model).__name__,
@@ -102,15 +132,33 @@ def measure_profile(
         num_kv_heads=heads,
         head_dim=dim,
         scores=tuple(tuple(round(score, 6) for score in layer) for layer in scores.tolist()),
+        key_options=sensitivity.KEY_OPTIONS,
+        value_options=sensitivity.VALUE_OPTIONS,
+        key_loss=_rounded(prices.key_loss),
+        value_loss=_rounded(prices.value_loss),
+        drop_loss=_rounded(prices.drop_loss),
+        channel_weight=_rounded(prices.channel_weight),
         text=text_name or "a text of the caller's",
         settings={
             "passages": passages,
             "passage_tokens": passage_tokens,
             "repeat_tokens": repeat_tokens,
             "distances": distances,
+            "blocks": blocks,
+            "samples": samples,
+            "seed": seed,
             "text_tokens": len(ids),
         },
     )
+
+
+def _rounded(x: Tensor) -> list[Any]:
+    """Nested lists of four digits each."""
+
+    def each(value: Any) -> Any:
+        return [each(item) for item in value] if isinstance(value, list) else float(f"{value:.4g}")
+
+    return each(x.tolist())
 
 
 def _opening(tokenizer: Any) -> list[int]:

@@ -137,12 +137,12 @@ def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any
         if name.startswith("groups."):
             _, index, part_name = name.split(".", 2)
             named.setdefault(index, {})[part_name] = part
-    wanted = [str(index) for index in range(len(state.head_groups()))] if any(counts) else []
+    wanted = [str(index) for index in range(len(state.stored_groups()))] if any(counts) else []
     if sorted(named) != sorted(wanted):
         raise ValueError(f"{where} has blocks of the groups {sorted(named)}, its lengths ask for {wanted}")
     state.blocks = tuple(
         _blocks(group, named[index], k_rows, counts, where)
-        for index, group in zip(wanted, state.head_groups(), strict=False)
+        for index, group in zip(wanted, state.stored_groups(), strict=False)
     )
     return state
 
@@ -166,6 +166,7 @@ def _lengths(config: Any, entry: dict[str, Any], where: str) -> tuple[int, list[
 
 
 def _blocks(group: HeadGroup, named: dict[str, Any], k_rows: Any, counts: list[int], where: str) -> Any:
+    assert group.config is not None
     blocks = build_blocks(dataclasses.asdict(group.config.block_format), named)
     got = (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks, blocks.head_dim)
     if got != (len(counts), len(group.heads), max(counts), k_rows.shape[3]) or blocks.anchor_k.dtype != k_rows.dtype:

@@ -12,12 +12,13 @@ from dkv.config import DKVConfig, HeadGroup
 
 def check_groups(groups: Sequence[HeadGroup], config: DKVConfig) -> tuple[HeadGroup, ...]:
     """The groups, each head in one of them, all closing together."""
-    groups = tuple(HeadGroup(tuple(heads), own) for heads, own in groups)
+    groups = tuple(HeadGroup(tuple(heads), own, weight) for heads, own, weight in groups)
     heads = [head for group in groups for head in group.heads]
     if not heads or sorted(heads) != list(range(len(heads))):
         raise ValueError(f"groups must name every kv head once, got {[list(group.heads) for group in groups]}")
     for group in groups:
-        if not group.heads or group.config.tiers or group.config.block_size != config.block_size:
+        own = group.config
+        if not group.heads or (own and (own.tiers or own.ratio or own.block_size != config.block_size)):
             raise ValueError("a group must have heads and a plain config of the cache's block_size")
     return groups
 

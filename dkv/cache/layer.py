@@ -43,7 +43,7 @@ class LayerCache:
     block_counts : list of int
         Closed blocks of each sequence.
     blocks : tuple of CompressedBlocks
-        Those of each group; empty while no block is closed.
+        Those of each stored group; empty while no block is closed.
     k_rows, v_rows : Tensor [B, Hkv, capacity, D or Dv] or None
         Exact rows; those beyond ``rows`` are spare room.
     """
@@ -56,14 +56,14 @@ class LayerCache:
 
     def configure(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
         """Go on with other settings; those of the codec may differ only while no block is closed."""
-        if groups is None and config.tiers:
-            raise ValueError("config has tiers: give its config.head_groups(layer, num_kv_heads) as groups")
+        if groups is None and (config.tiers or config.ratio is not None):
+            raise ValueError("config splits the heads: give its config.head_groups(layer, num_kv_heads) as groups")
         groups = None if groups is None else check_groups(groups, config)
-        if self.blocks:
+        if any(self.block_counts):
             assert self.k_rows is not None
             heads = self.k_rows.shape[1]
             now, then = (
-                [(group.heads, group.config.block_format) for group in each or one_group(own, heads)]
+                [_codec(group) for group in each or one_group(own, heads)]
                 for each, own in ((self.groups, self.config), (groups, config))
             )
             if now != then:
@@ -82,10 +82,14 @@ class LayerCache:
         self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
 
     def head_groups(self) -> tuple[HeadGroup, ...]:
-        """The groups that ``blocks`` go by, once keys were seen."""
+        """All groups, once keys were seen."""
         if self.groups is not None or self.k_rows is None:
             return self.groups or ()
         return one_group(self.config, self.k_rows.shape[1])
+
+    def stored_groups(self) -> list[HeadGroup]:
+        """The groups that ``blocks`` go by: those of heads that see sink and window alone have none."""
+        return [group for group in self.head_groups() if group.config is not None]
 
     # what it holds
 
@@ -111,6 +115,19 @@ class LayerCache:
             return 0
         per_row = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in (self.k_rows, self.v_rows))
         return self.batch_size * self.offset * per_row
+
+    @property
+    def compressed_nbytes(self) -> int:
+        """Bytes of the closed blocks."""
+        return sum(blocks.nbytes for blocks in self.blocks)
+
+    @property
+    def compressed_dense_nbytes(self) -> int:
+        """Bytes of the dense rows that the closed blocks stand for, of heads that forget them too."""
+        if self.k_rows is None or self.v_rows is None:
+            return 0
+        per_row = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in (self.k_rows, self.v_rows))
+        return sum(self.block_counts) * self.config.block_size * per_row
 
     # appending and attending
 
@@ -177,11 +194,15 @@ class LayerCache:
         self, exact: tuple[Tensor, Tensor], q: Tensor, padding: Tensor | None, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """The state of the exact rows merged with that of the blocks, every group of heads on its own."""
-        groups = self.head_groups()
+        groups, stored = self.head_groups(), iter(self.blocks)
         heads_kv = sum(len(group.heads) for group in groups)
         states = []
-        for (heads, config), blocks in zip(groups, self.blocks, strict=True):
+        for heads, config, _ in groups:
             out, lse, queries = (pick(part, heads, heads_kv) for part in (*exact, q))
+            if config is None:
+                states.append((out, lse))
+                continue
+            blocks = next(stored)
             chosen = self._route(config, blocks, queries, padding, scale)
             states.append(merge_selected((out, lse), queries, blocks, chosen, scale, softcap))
         order = [group.heads for group in groups]
@@ -270,9 +291,9 @@ class LayerCache:
         if not any(due):
             return
         assert self.k_rows is not None and self.v_rows is not None
-        groups = self.head_groups()
+        groups = self.stored_groups()
         new = [self._compressed(group, sinks, due) for group in groups]  # all of them before any is kept
-        old = self.blocks or (None,) * len(groups)
+        old: Sequence[CompressedBlocks | None] = self.blocks or (None,) * len(groups)
         self.blocks = tuple(
             join_blocks(before, self.block_counts, after, due) for before, after in zip(old, new, strict=True)
         )
@@ -298,7 +319,10 @@ class LayerCache:
         assert self.k_rows is not None and self.v_rows is not None
         closing = [buffer[sequences, :, rows] for buffer in (self.k_rows, self.v_rows)]
         k, v = (pick(each, group.heads, each.shape[1]) for each in closing)
-        return compress_blocks(k, v, config=group.config)
+        weight = None
+        if group.channel_weight is not None:
+            weight = torch.tensor(group.channel_weight, dtype=torch.float64, device=k.device)
+        return compress_blocks(k, v, config=group.config, channel_weight=weight)
 
     def _without(self, buffer: Tensor, sinks: list[int], due: list[int], capacity: int) -> Tensor:
         """A new, smaller buffer without the closed rows."""
@@ -366,6 +390,11 @@ class LayerCache:
             with_counts(cut_blocks(blocks.map(lambda part: part.index_select(0, where)), most), self.block_counts)
             for blocks in (self.blocks if most else ())
         )
+
+
+def _codec(group: HeadGroup) -> tuple[object, ...]:
+    """What decides how a group's blocks are stored."""
+    return group.heads, None if group.config is None else group.config.block_format, group.channel_weight
 
 
 def _resized(buffer: Tensor | None, like: Tensor, capacity: int) -> Tensor:

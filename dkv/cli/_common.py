@@ -51,9 +51,10 @@ def make_config(preset: str = "default", profile: str | None = None, **settings:
         config = DKVConfig.preset(preset, scores, **{name: x for name, x in settings.items() if x is not None})
     except (TypeError, ValueError) as error:
         raise CliError(f"bad setting: {error}") from error
-    if config.tiers and scores is None:
+    split = bool(config.tiers) or config.ratio is not None
+    if split and scores is None:
         raise CliError(f"preset {preset!r} needs --profile; `dkv profile MODEL -o FILE` makes one")
-    if scores is not None and not config.tiers:
+    if scores is not None and not split:
         err.print(f"preset {preset!r} treats all heads alike: --profile changes nothing")
     return config
 

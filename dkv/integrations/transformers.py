@@ -91,7 +91,7 @@ def _head_groups(config: DKVConfig, model_config: PreTrainedConfig) -> list[tupl
     shape = model_shape(model_config)
     if config.profile is not None:
         config.profile.check_model(*shape)
-    if not config.tiers:
+    if not config.tiers and config.ratio is None:
         return [None] * len(kinds)
     return [config.head_groups(layer, shape[1]) if kind == FULL_ATTENTION else None for layer, kind in enumerate(kinds)]
 
@@ -282,12 +282,12 @@ class DKVCache(Cache):
     @property
     def compressed_nbytes(self) -> int:
         """Bytes of the closed blocks."""
-        return sum(blocks.nbytes for layer in self.dkv_layers for blocks in layer.blocks)
+        return sum(layer.compressed_nbytes for layer in self.dkv_layers)
 
     @property
     def compressed_dense_nbytes(self) -> int:
-        """Bytes of the dense rows that the closed blocks stand for."""
-        return sum(blocks.dense_nbytes for layer in self.dkv_layers for blocks in layer.blocks)
+        """Bytes of the dense rows that the closed blocks stand for, of heads that forget them too."""
+        return sum(layer.compressed_dense_nbytes for layer in self.dkv_layers)
 
     @property
     def _other_nbytes(self) -> int:

@@ -1,0 +1,65 @@
+"""Choose what is stored of every kv head, so that the estimated loss is least for the bytes that a ratio leaves."""
+
+from __future__ import annotations
+
+import functools
+
+from dkv.profile import HeadProfile
+from dkv.types import BlockFormat
+
+DENSE_BYTES = 2  # of a number in a dense cache
+STEPS = 100  # halvings of the range of prices per byte
+
+Widths = tuple[tuple[int, ...], int]  # key_bits, value_bits
+
+
+def block_bytes(key_bits: tuple[int, ...], value_bits: int, block_size: int, rank: int, head_dim: int) -> int:
+    """Bytes of one block of one kv head that keeps every row, in a 16-bit cache."""
+    from dkv.reference.accounting import block_nbytes
+
+    fmt = BlockFormat(block_size=block_size, rank=rank, key_bits=key_bits, value_bits=value_bits)
+    return sum(block_nbytes(fmt, 1, head_dim, head_dim, DENSE_BYTES).values())
+
+
+@functools.lru_cache(maxsize=8)
+def fit(profile: HeadProfile, ratio: float, block_size: int, rank: int) -> tuple[tuple[Widths | None, ...], ...]:
+    """Widths of every head, ``[layers][kv heads]``; None where a head should see sink and window alone.
+
+    The least sum of ``profile``'s losses at which dense bytes over stored bytes are ``ratio`` or more: every head takes
+    the option of least ``loss + price * bytes``, and the price is the lowest that meets the ratio.
+    """
+    heads = [(layer, head) for layer in range(profile.num_layers) for head in range(profile.num_kv_heads)]
+    options: list[Widths] = [(key, value) for key in profile.key_options for value in profile.value_options]
+    sizes = [block_bytes(key, value, block_size, rank, profile.head_dim) for key, value in options]
+    budget = len(heads) * 2 * block_size * profile.head_dim * DENSE_BYTES / ratio
+    losses = {}
+    for layer, head in heads:
+        keys, values = profile.key_loss[layer][head], profile.value_loss[layer][head]
+        losses[layer, head] = [key + value for key in keys for value in values]
+
+    def chosen(price: float) -> tuple[dict[tuple[int, int], int], int]:
+        picks, total = {}, 0
+        for at in heads:
+            best = min(range(len(options)), key=lambda i: losses[at][i] + price * sizes[i])
+            if profile.drop_loss[at[0]][at[1]] <= losses[at][best] + price * sizes[best]:
+                best = -1
+            picks[at] = best
+            total += sizes[best] if best >= 0 else 0
+        return picks, total
+
+    low, high = 1e-30, 1e6  # nats per byte; everything is forgotten at the high end
+    for _ in range(STEPS):
+        price = (low * high) ** 0.5
+        low, high = (price, high) if chosen(price)[1] > budget else (low, price)
+    picks = chosen(high)[0]
+    return tuple(
+        tuple(None if picks[layer, head] < 0 else options[picks[layer, head]] for head in range(profile.num_kv_heads))
+        for layer in range(profile.num_layers)
+    )
+
+
+def routed_heads(profile: HeadProfile, share: float) -> tuple[tuple[bool, ...], ...]:
+    """Whether a head is among the ``share`` of the highest scores, ties to the lower layer, then head."""
+    ranked = sorted((-score, layer, head) for layer, row in enumerate(profile.scores) for head, score in enumerate(row))
+    chosen = {(layer, head) for _, layer, head in ranked[: round(share * len(ranked))]}
+    return tuple(tuple((layer, head) in chosen for head in range(len(row))) for layer, row in enumerate(profile.scores))
