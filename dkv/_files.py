@@ -17,7 +17,7 @@ from dkv.types import BlockFormat, CompressedBlocks
 
 VERSIONS = {"blocks": 2, "cache": 3}  # by kind
 CACHE_DTYPE = "float64"  # stands for the cache's dtype in a layout: no part is float64
-REQUIRED = {"anchor_k", "anchor_v", "u", "u_unit", "basis_k", "residual_indices", "residual_k", "residual_v"}
+REQUIRED = {"anchor_k", "anchor_v", "u", "u_unit", "basis_k", "residual_k", "residual_v"}
 
 
 @contextlib.contextmanager
@@ -149,10 +149,11 @@ def _check_positions(blocks: CompressedBlocks) -> None:
         if any(not 0 <= count <= blocks.num_blocks for count in counts):
             raise ValueError(f"block_counts of the file must be 0..{blocks.num_blocks}, got {counts}")
     for row, count in enumerate(counts):
-        positions = np.asarray(blocks.residual_indices[row, :count]).astype(np.int64)
-        stepped = np.diff(positions, axis=-1, prepend=0)
-        if positions.size and (stepped.min() < 1 or positions.max() >= blocks.block_size):
-            raise ValueError(f"residual_indices of the file must ascend within 1..{blocks.block_size - 1}")
+        if blocks.residual_indices is not None:
+            positions = np.asarray(blocks.residual_indices[row, :count]).astype(np.int64)
+            stepped = np.diff(positions, axis=-1, prepend=0)
+            if positions.size and (stepped.min() < 1 or positions.max() >= blocks.block_size):
+                raise ValueError(f"residual_indices of the file must ascend within 1..{blocks.block_size - 1}")
         if blocks.residual_k_order is not None:
             order = np.sort(np.asarray(blocks.residual_k_order[row, :count]), axis=-1)
             if (order != np.arange(blocks.head_dim)).any():

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from dkv.compress import compress_blocks, reconstruct_blocks
 from dkv.config import DKVConfig
 from dkv.integrations.transformers import FULL_ATTENTION, attention_forward, layer_kinds, model_shape
-from dkv.kernels.torch.decode import capped, softmax_with_sink
+from dkv.kernels.torch.decode import capped
 
 NAME = "dkv_sensitivity"
 SINK = 256  # first tokens, exact as in a cache
@@ -213,12 +213,17 @@ def _attention(
     k = key[0].float() + torch.nn.functional.pad(tape.key[layer], after)
     v = value[0].float() + torch.nn.functional.pad(tape.value[layer], after)
     scale = options.get("scaling") or dim**-0.5
-    logits = capped(q @ k[:, None].mT * scale, options.get("softcap"))
-    seen = torch.ones(length, rows, dtype=torch.bool, device=q.device).tril(rows - length)
-    near = seen.clone()
-    near[:, middle] = False
+    logits = capped((q * scale) @ k[:, None].mT, options.get("softcap"))
+    hidden = torch.ones(length, rows, dtype=torch.bool, device=q.device).triu(rows - length + 1)
+    logits = logits + torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(hidden, -torch.inf)
     sink = options.get("s_aux")
-    extra = None if sink is None else sink.float().view(heads, -1, 1, 1)
-    whole, local = (softmax_with_sink(torch.where(m, logits, -torch.inf), extra)[0] @ v[:, None] for m in (seen, near))
+    extra = None if sink is None else sink.float().view(heads, -1, 1, 1).expand(*logits.shape[:3], 1)
+    whole = _weights(logits, extra) @ v[:, None]
+    near = torch.cat([logits[..., : middle.start], logits[..., middle.stop :]], dim=-1)
+    local = _weights(near, extra) @ torch.cat([v[:, : middle.start], v[:, middle.stop :]], dim=1)[:, None]
     out = whole + tape.gate[layer][:, None, None, None] * (local - whole)  # the gate's gradient prices its being shut
     return out.flatten(0, 1)[None].transpose(1, 2).to(query.dtype).contiguous(), None
+
+
+def _weights(logits: Tensor, sink: Tensor | None) -> Tensor:
+    return logits.softmax(-1) if sink is None else torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]

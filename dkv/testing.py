@@ -508,7 +508,7 @@ def _compare_block(
     where: str,
 ) -> None:
     reference, storage = op_module("reference", "compress"), op_module("reference", "storage")
-    fmt, kept = got.format, got.residual_indices[0, 0].astype(np.int64)
+    fmt, kept = got.format, storage.residual_positions(got)[0, 0]
     exact_k, exact_v, k, v = k, v, k.astype(np.float64), v.astype(np.float64)
     dk, dv = k - k[:, :1], v - v[:, :1]  # [H, S, D]
 
@@ -529,7 +529,7 @@ def _compare_block(
 
     if (np.diff(kept) <= 0).any() or (kept < 1).any() or (kept >= fmt.block_size).any():
         raise AssertionError(f"compress_blocks: {where}: residual_indices must ascend within the block, got {kept}")
-    if not np.array_equal(kept, want.residual_indices[0, 0]):
+    if not np.array_equal(kept, storage.residual_positions(want)[0, 0]):
         u, basis = reference.truncated_svd(joint / norm, got.rank)
         score = np.square(joint - norm * u @ basis).sum(axis=1) if keep == "error" else reference.distinctness(v)
         score = score if weight is None else score * weight
@@ -549,7 +549,8 @@ def _compare_codes(
     got: CompressedBlocks, k: np.ndarray, v: np.ndarray, channel_weight: np.ndarray | None, where: str
 ) -> None:
     """Coded rows by the squared error that the reference makes of the same rows and channels in the same order."""
-    storage, fmt, kept = op_module("reference", "storage"), got.format, got.residual_indices[0, 0].astype(np.int64)
+    storage, fmt = op_module("reference", "storage"), got.format
+    kept = storage.residual_positions(got)[0, 0]
     k, v = k.astype(np.float64), v.astype(np.float64)
     rows_k, (H, _, D) = (k - k[:, :1])[:, kept], k.shape
     if fmt.orders_channels:

@@ -181,8 +181,8 @@ class CompressedBlocks:
     basis_v_scale : array [B, N, r], float32, or None
     v_gain : array [B, N], float32, or None
         ``basis_v`` is divided by it.
-    residual_indices : array [B, N, R], uint8
-        Positions in the block of the residual rows, ascending, never 0.
+    residual_indices : array [B, N, R], uint8, or None
+        Positions in the block of the residual rows, ascending, never 0. Not stored where every row is one.
     residual_k : array [B, N, H, R, D], cache dtype, or uint8 codes [B, N, H, R, bytes]
     residual_k_scale, residual_k_min : array [B, N, H, Q, D], float16, or None
         Channels in stored order.
@@ -203,9 +203,9 @@ class CompressedBlocks:
     u: Array
     u_unit: Array
     basis_k: Array
-    residual_indices: Array
     residual_k: Array
     residual_v: Array
+    residual_indices: Array = None
     u_scale: Array = None
     basis_k_scale: Array = None
     basis_v: Array = None
@@ -264,7 +264,7 @@ class CompressedBlocks:
 
     @property
     def num_residuals(self) -> int:
-        return int(self.residual_indices.shape[2])
+        return self.format.num_residuals
 
     @property
     def nbytes(self) -> int:

@@ -44,9 +44,11 @@ def route_blocks(
     B, Hq = q.shape[:2]
     N, Hkv = blocks.anchor_k.shape[1:3]
     share_of_mass = block_probabilities(route_scores(q, blocks, router, sm_scale))  # [B, Hq, Sq, N]
-    p = (share_of_mass.sum(axis=2) / max(q.shape[2], 1)).reshape(B, Hkv, Hq // Hkv, N).mean(axis=2)  # [B, Hkv, N]
+    queries = max(q.shape[2], 1)
     if share == "all":
-        p = np.repeat(p.mean(axis=1, keepdims=True), Hkv, axis=1)
+        p = np.repeat(share_of_mass.sum(axis=2).mean(axis=1)[:, None] / queries, Hkv, axis=1)  # [B, Hkv, N]
+    else:
+        p = share_of_mass.reshape(B, Hkv, Hq // Hkv, q.shape[2], N).max(axis=2).sum(axis=2) / queries
     return select_blocks(p, valid_blocks(blocks), top_k, sink_blocks, recent_blocks)
 
 

@@ -55,10 +55,13 @@ def block_layout(fmt: Any, num_kv_heads: int, head_dim: int, head_dim_v: int, k_
     if not fmt.keeps_every_row:
         layout |= {"basis_v": ((H, r, Dv), factor), "v_gain": ((), np.float32)}
     if fmt.factor_bits == 8:
-        layout |= {"u_scale": ((S,), np.float16), "basis_k_scale": ((r,), np.float32)}
+        if r:
+            layout["u_scale"] = ((S,), np.float16)
+        layout |= {"basis_k_scale": ((r,), np.float32)}
         if not fmt.keeps_every_row:
             layout["basis_v_scale"] = ((r,), np.float32)
-    layout["residual_indices"] = ((R,), np.uint8)
+    if not fmt.keeps_every_row:
+        layout["residual_indices"] = ((R,), np.uint8)
     if fmt.exact_rows:
         layout |= {"residual_k": ((H, R, D), k_dtype), "residual_v": ((H, R, Dv), v_dtype)}
     else:
@@ -123,7 +126,7 @@ def store_factors(u: np.ndarray, basis_k: np.ndarray, basis_v: np.ndarray | None
         parts["basis_v"] = basis_v
     if bits == 8:
         scale = (np.max(np.abs(u), axis=1, initial=0.0) / unit / 127).astype(np.float16)  # [S]
-        parts |= {"u": codes_of(u / unit, scale[:, None]), "u_scale": scale}
+        parts |= {"u": codes_of(u / unit, scale[:, None])} | ({"u_scale": scale} if u.shape[1] else {})
         for name in ("basis_k", "basis_v"):
             if name in parts:
                 scale = (np.max(np.abs(parts[name]), axis=(0, 2), initial=0.0) / 127).astype(np.float32)  # [r]
@@ -232,7 +235,9 @@ def decoded(blocks: Any, name: str, segments: Segments) -> np.ndarray:
 
 def residual_positions(blocks: Any) -> np.ndarray:
     """Positions of the residual rows, int64 ``[B, N, R]``; 0 in blocks beyond ``block_counts``."""
-    return np.where(valid_blocks(blocks)[..., None], blocks.residual_indices, 0).astype(np.int64)
+    stored = blocks.residual_indices
+    positions = np.arange(1, blocks.format.block_size) if stored is None else stored
+    return np.where(valid_blocks(blocks)[..., None], positions, 0).astype(np.int64)
 
 
 def is_residual(blocks: Any) -> np.ndarray:

@@ -70,7 +70,8 @@ def _compress(
         joint = torch.cat([dk, dv * gain[:, None, None]], dim=-1)
     u, basis = _truncated_svd(joint, rank)
     kept = _residual_rows(joint, u, basis, v, fmt, keep, token_weight)  # [n, R]
-    parts["residual_indices"] = kept.to(torch.uint8)
+    if not fmt.keeps_every_row:
+        parts["residual_indices"] = kept.to(torch.uint8)
 
     factor = _factor_dtype(fmt, k.dtype)
     unit = power_of_two_above(u.abs().amax((1, 2)) if rank else u.new_zeros(count))
@@ -80,7 +81,7 @@ def _compress(
     basis_k = basis[..., : heads * dim].unflatten(2, (heads, dim)).transpose(1, 2)
     if factor is torch.int8:
         scale = (u.abs().amax(-1) / 127).half() if rank else u.new_zeros(count, size).half()
-        parts["u_scale"] = scale
+        parts["u_scale"] = scale if rank else None
         parts["u"] = quantise_signed(u, scale[..., None])
     else:
         parts["u"] = u.to(factor)
@@ -213,7 +214,7 @@ def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
     k, v = saturated(k, dtype), saturated(v, blocks.anchor_v.dtype)
     k[:, :, :, 0], v[:, :, :, 0] = blocks.anchor_k, blocks.anchor_v
     rows_k, rows_v = residual_rows(blocks)
-    where = blocks.residual_indices.long()
+    where = _positions(blocks)
     if blocks.block_counts is not None:
         beyond = torch.arange(blocks.num_blocks, device=k.device) >= blocks.block_counts[:, None]  # [B, N]
         where = where.masked_fill(beyond[:, :, None], 0)
@@ -224,6 +225,14 @@ def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
         k, v = (x.masked_fill(beyond[:, :, None, None, None], 0) for x in (k, v))
     # [B, N, H, S, D] -> [B, H, N * S, D]
     return k.transpose(1, 2).flatten(2, 3), v.transpose(1, 2).flatten(2, 3)
+
+
+def _positions(blocks: CompressedBlocks) -> Tensor:
+    """Positions of the residual rows, ``[B, N, R]``."""
+    if blocks.residual_indices is not None:
+        return blocks.residual_indices.long()
+    every = torch.arange(1, blocks.block_size, device=blocks.anchor_k.device)
+    return every.expand(blocks.batch_size, blocks.num_blocks, -1)
 
 
 def _basis(basis: Tensor, scale: Tensor | None) -> Tensor:

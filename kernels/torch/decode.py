@@ -133,6 +133,9 @@ def u_row_scale(blocks: CompressedBlocks, chosen: Selected, dtype: torch.dtype) 
 
 def residual_mask(blocks: CompressedBlocks, chosen: Selected) -> Tensor:
     """True at the positions of residual rows, ``[B, H, W, S]``."""
+    if blocks.residual_indices is None:
+        every = torch.arange(blocks.block_size, device=chosen.valid.device) > 0
+        return (chosen.valid[..., None] & every) if chosen.index is not None else (chosen.valid[:, :1, :, None] & every)
     where = chosen.shared("residual_indices").long()
     mask = torch.zeros(*where.shape[:3], blocks.block_size, dtype=torch.bool, device=where.device)
     # what lies beyond block_counts may hold positions that no block has

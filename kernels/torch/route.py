@@ -30,9 +30,11 @@ def route_blocks(
         mean = torch.zeros(batch, heads, blocks.num_blocks, device=q.device)
     else:
         scores = route_scores(q, blocks, router, sm_scale)  # [B, Hkv, M, N]
-        mean = _softmax_over_blocks(scores, counts).mean(2)
-    if share == "all":
-        mean = mean.mean(1, keepdim=True).expand(-1, heads, -1)
+        share_of_mass = _softmax_over_blocks(scores, counts).unflatten(2, (q.shape[1] // heads, q.shape[2]))  # [B, Hkv, G, Sq, N]
+        if share == "all":
+            mean = share_of_mass.mean((1, 2, 3))[:, None].expand(-1, heads, -1)
+        else:
+            mean = share_of_mass.amax(2).mean(2)
     return select_blocks(mean, counts, top_k, sink_blocks, recent_blocks)
 
 
