@@ -384,7 +384,7 @@ def test_presets_and_profiles_reach_the_cache(tiny, halves, tmp_path, capsys):
         assert ("preset 'default' treats all heads alike: --profile changes nothing" in lines) == (name == "idle")
         sizes[name] = float(lines[-1].rpartition("(")[2].rstrip("x)"))
     assert sizes["plain"] == sizes["idle"]
-    assert sizes["halves"] > 1.2 * sizes["plain"] and sizes["halves"] > sizes["wide"]
+    assert sizes["halves"] > 1.1 * sizes["plain"] and sizes["halves"] > sizes["wide"]
 
 
 def test_recall_of_a_preset(tiny, halves, tmp_path):
@@ -394,7 +394,7 @@ def test_recall_of_a_preset(tiny, halves, tmp_path):
     assert main(["recall", "--model", tiny, *options, "--json", str(file)]) == 0
     rows = {row["variant"]: row for row in json.loads(file.read_text())}
     assert list(rows) == ["dense", "paper R=128", "paper R=64", "default", "preset halves"]
-    assert rows["preset halves"]["ratio"] > 1.2 * rows["default"]["ratio"]
+    assert rows["preset halves"]["ratio"] > 1.1 * rows["default"]["ratio"]
 
 
 # The haystack
