@@ -63,7 +63,7 @@ def quantise_rows(
     """
     count, heads, dim, kept = x.shape
     groups = x.split(RESIDUAL_GROUP, dim=3) if kept else ()
-    low, high = x.new_zeros(2, count, heads, dim, len(groups)).unbind()
+    low, high = (x.new_zeros(count, heads, dim, len(groups)) for _ in range(2))
     for index, rows in enumerate(groups):
         low[..., index], high[..., index] = rows.amin(3), rows.amax(3)
     order = None
