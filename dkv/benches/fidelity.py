@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dkv.benches import needle, peers, recall
 from dkv.config import DKVConfig
+from dkv.profile import HeadProfile
 
 SINK = 256  # first tokens that stay exact
 WINDOW = 256  # newest tokens that stay exact
@@ -35,16 +36,43 @@ SHORTEST = 1280  # both copied passages then lie in the middle
 TOKENS = 7424
 OFFSETS = (0, 20_000, 40_000, 60_000)
 ALL_BLOCKS = 2**31 - 1
+FITTED = ("quality", "balanced", "small")  # presets that a profile fits
 METRICS = ("std_kl", "std_top1", "copy_kl", "copy_top1")
 
 
-def default_variants(model: Any) -> dict[str, DKVConfig]:
-    """The DKV settings that are compared. One with ``chunk_top_k`` routes; any other attends all of its blocks."""
-    return {
+def default_variants(profile: HeadProfile | None = None) -> dict[str, DKVConfig]:
+    """The DKV settings that are compared, those of the presets that need a profile only where one is given.
+
+    One with ``chunk_top_k`` routes; any other attends all of its blocks.
+    """
+    variants = {
         "paper R=128": DKVConfig.paper(num_residuals=128),
         "paper R=64": DKVConfig.paper(num_residuals=64),
         "default": DKVConfig(),
     }
+    if profile is not None:
+        variants |= {name: DKVConfig.preset(name, profile) for name in FITTED}
+    return variants
+
+
+def routed_variants(profile: HeadProfile, top_k: int = 8) -> dict[str, DKVConfig]:
+    """The preset "balanced" with all blocks, and with ``top_k`` blocks of its routed heads by every router.
+
+    Rank 32 takes its bytes from the widths: the ratio stays. ``share=1`` routes every head.
+    """
+    whole = DKVConfig.preset("balanced", profile)
+    picks = {
+        "keys": {},
+        "keys, every head": {"routed_share": 1.0},
+        "lowrank, rank 32": {"router": "lowrank", "rank": 32},
+        "residual": {"router": "residual"},
+        "minmax": {"router": "minmax"},
+    }
+    routed = {
+        f"top {top_k} by {name}": dataclasses.replace(whole, chunk_top_k=top_k, **changes)
+        for name, changes in picks.items()
+    }
+    return {"balanced": whole, "all blocks, rank 32": dataclasses.replace(whole, rank=32), **routed}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +258,7 @@ def run(
     """
     from dkv.integrations.transformers import attach, detach
 
-    variants = default_variants(model) if variants is None else variants
+    variants = default_variants() if variants is None else variants
     cut = passages(tokenizer, needle.prose() if text is None else text, tokens, offsets)
     subjects: list[_Dkv | _Rows] = [
         *(_Rows(floor) for floor in peers.floors()),

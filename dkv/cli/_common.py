@@ -44,9 +44,16 @@ ProfileOption = Annotated[
 ]
 
 
-def make_config(preset: str = "default", profile: str | None = None, **settings: Any) -> DKVConfig:
-    """A configuration from options; those that are None are the preset's."""
-    scores = None if profile is None else load_profile(profile)
+def find_profile(model: str, profile: str | None) -> HeadProfile | None:
+    """The profile that was given, else the one that ships for a model of this name."""
+    if profile is not None:
+        return load_profile(profile)
+    return HeadProfile.shipped(model) if model in shipped_names() else None
+
+
+def make_config(preset: str = "default", profile: str | None = None, model: str = "", **settings: Any) -> DKVConfig:
+    """A configuration from options; those that are None are the preset's. Looks for the profile of ``model``."""
+    scores = find_profile(model, profile) if profile is not None or needs_profile(preset) else None
     try:
         config = DKVConfig.preset(preset, scores, **{name: x for name, x in settings.items() if x is not None})
     except (TypeError, ValueError) as error:
@@ -57,6 +64,11 @@ def make_config(preset: str = "default", profile: str | None = None, **settings:
     if scores is not None and not split:
         err.print(f"preset {preset!r} treats all heads alike: --profile changes nothing")
     return config
+
+
+def needs_profile(preset: str) -> bool:
+    fields = PRESETS.get(preset, {})
+    return "ratio" in fields or "tiers" in fields
 
 
 def load_profile(name: str) -> HeadProfile:

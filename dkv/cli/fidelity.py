@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dkv.cli import _common
 from dkv.cli._common import CliError, err, out
+from dkv.config import DKVConfig
 
 NEEDED = ("name", "kind", "ratio", "whole_cache_ratio", "std_kl", "std_top1", "copy_kl", "copy_top1", "recall", "n")
 
@@ -33,6 +34,8 @@ def fidelity(
     add: Annotated[
         Path | None, typer.Option(help="Show the rows of this JSON file too, as kvpress_peer writes it.")
     ] = None,
+    profile: _common.ProfileOption = None,
+    routing: Annotated[bool, typer.Option("--routing", help="Compare routers instead: 8 blocks of each head.")] = False,
     seed: _common.SeedOption = 0,
     json_file: _common.JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Draw KL against ratio into this file, .png or .svg.")] = None,
@@ -52,7 +55,12 @@ def fidelity(
     from dkv.benches import peers as other
 
     _common.check_context(language_model, tokens, max(bench.LENGTH, needle.longest(tokenizer)))
-    chosen = bench.default_variants(language_model)
+    scores = _common.find_profile(model, profile)
+    if scores is not None:
+        _common.check_profile(DKVConfig(profile=scores), language_model)
+    if routing and scores is None:
+        raise CliError("--routing needs the model's profile: --profile FILE, made by `dkv profile MODEL -o FILE`")
+    chosen = bench.routed_variants(scores) if routing and scores is not None else bench.default_variants(scores)
     if variants is not None:
         names = [name.strip() for name in variants.split(",")]
         unknown = [name for name in names if name not in chosen]

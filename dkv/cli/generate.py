@@ -35,6 +35,7 @@ def generate(
     config = _common.make_config(
         preset,
         profile,
+        model,
         rank=rank,
         block_size=block_size,
         num_residuals=num_residuals,

@@ -27,7 +27,7 @@ def recall(
     _common.at_least("--trials", trials, 1)
     if profile is not None and preset is None:
         raise CliError("--profile needs --preset, the settings that it serves")
-    config = None if preset is None else _common.make_config(preset, profile)
+    config = None if preset is None else _common.make_config(preset, profile, model)
     _common.check_writable(json_file)
     language_model, tokenizer = _common.load_model(model, dtype, device)
     if config is not None:
