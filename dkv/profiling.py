@@ -48,7 +48,8 @@ def measure_profile(
     ``distance`` tokens before the end of the passage; there is one pass per passage and distance, and a head's score is
     the mean over them. Then every passage, longer now, prices what coarser storage of each head costs
     (:mod:`dkv.sensitivity`). The passages are stretches of the text spread over its length. Layers that keep no full
-    cache (sliding windows, for one) are not measured: their numbers are 0. Model, text and settings alone decide the result.
+    cache (sliding windows, for one) are not measured: their numbers are 0. Model, text and
+    settings alone decide the result.
 
     Parameters
     ----------
