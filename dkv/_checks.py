@@ -77,8 +77,8 @@ def check_config(config: Any, plain: bool = False) -> None:
         raise TypeError(f"config must be a DKVConfig, got {type(config).__qualname__}")
     if plain and (config.tiers or config.ratio is not None):
         raise ValueError(
-            f"config has {'tiers' if config.tiers else 'a ratio'}: use cfg.head_groups(layer, num_kv_heads) and give each "
-            "group's heads with its own config"
+            f"config has {'tiers' if config.tiers else 'a ratio'}: use cfg.head_groups(layer, num_kv_heads) "
+            "and give each group's heads with its own config"
         )
 
 

@@ -333,14 +333,14 @@ class DKVConfig:
 
     @classmethod
     def preset(cls, name: str, profile: HeadProfile | None = None, **overrides: Any) -> DKVConfig:
-        """Settings by name: "default", or "paper" (the published ones).
+        """Settings by name: "quality", "balanced" and "small" (fitted by the profile), "default", "paper" (published).
 
         Parameters
         ----------
         name : str
             A key of ``dkv.config.PRESETS``.
         profile : HeadProfile, optional
-            The model's; presets with tiers need it.
+            The model's; the fitted presets need it.
         **overrides
             Fields that differ from the preset.
         """
