@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
-from strategies import widths
+from strategies import positions, widths
 
 from dkv.reference import compress
 from dkv.types import BlockFormat, CompressedBlocks
@@ -133,7 +133,7 @@ def rebuild(blocks: CompressedBlocks) -> tuple[np.ndarray, np.ndarray, np.ndarra
                     scale = float(blocks.basis_v_scale[b, n, j]) if int8 else 1.0
                     v[b, n, h, i] += weight * scale * f64(blocks.basis_v[b, n, h, j]) / float(blocks.v_gain[b, n])
         low_k[b, n, h] = k[b, n, h]
-        for slot, i in enumerate(blocks.residual_indices[b, n]):
+        for slot, i in enumerate(positions(blocks)[b, n]):
             k[b, n, h, i], v[b, n, h, i] = residual_row(blocks, b, n, h, slot)
     return k, v, low_k
 

@@ -76,6 +76,14 @@ class Case:
         return self.rng.integers(-1, max(self.shape["num_blocks"], 0), size, np.int32)
 
 
+def positions(blocks: CompressedBlocks) -> np.ndarray:
+    """Positions of the residual rows ``[B, N, R]``, int64; they are stored where some rows are no residuals."""
+    if blocks.residual_indices is not None:
+        return np.asarray(blocks.residual_indices).astype(np.int64)
+    assert blocks.num_residuals == blocks.block_size - 1
+    return np.tile(np.arange(1, blocks.block_size), (blocks.batch_size, blocks.num_blocks, 1))
+
+
 def poisoned(blocks: CompressedBlocks, where: np.ndarray, positions: bool = True) -> CompressedBlocks:
     """The blocks ``where [B, N]`` filled with NaN and the largest codes and, for blocks that are none, positions."""
     filled = {}

@@ -60,5 +60,5 @@ def test_bytes_of_coded_rows_by_hand() -> None:
 
 def test_the_default_takes_a_third() -> None:
     blocks = real_blocks(DKVConfig().block_format)
-    assert blocks.nbytes == 87_699
-    assert blocks.dense_nbytes / blocks.nbytes == pytest.approx(2.99, abs=0.005)
+    assert blocks.nbytes == 87_444
+    assert blocks.dense_nbytes / blocks.nbytes == pytest.approx(3.0, abs=0.005)

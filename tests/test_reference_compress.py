@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_dense import DTYPES, Case, cases, compressed, f64, rebuild
+from strategies import positions
 
 from dkv.reference import compress, decode, storage
 from dkv.types import BlockFormat
@@ -53,11 +54,13 @@ def test_parts_have_their_documented_shapes_and_are_finite(case: Case) -> None:
         "k_max": ((H, D), cache),
     }
     want |= {"u": ((S, r), factor_dtype), "u_unit": ((), np.float32), "basis_k": ((H, r, D), factor_dtype)}
-    want["residual_indices"] = ((R,), np.uint8)
     if not every_row:
+        want["residual_indices"] = ((R,), np.uint8)
         want |= {"basis_v": ((H, r, Dv), factor_dtype), "v_gain": ((), np.float32)}
     if case.fmt.factor_bits == 8:
-        want |= {"u_scale": ((S,), np.float16), "basis_k_scale": ((r,), np.float32)}
+        want["basis_k_scale"] = ((r,), np.float32)
+        if r:
+            want["u_scale"] = ((S,), np.float16)
         if not every_row:
             want["basis_v_scale"] = ((r,), np.float32)
     parts = dict(blocks.parts())
@@ -77,8 +80,8 @@ def test_parts_have_their_documented_shapes_and_are_finite(case: Case) -> None:
         assert parts[name].dtype == dtype, name
         assert np.isfinite(f64(parts[name])).all(), name
     assert (f64(blocks.u)[:, :, 0] == 0).all()
-    assert (np.diff(blocks.residual_indices.astype(int), axis=2) > 0).all()
-    assert (blocks.residual_indices > 0).all()
+    kept = positions(blocks)
+    assert kept.shape == (B, N, R) and (np.diff(kept, axis=2) > 0).all() and (kept > 0).all() and (kept < S).all()
 
 
 @given(cases())
@@ -134,7 +137,7 @@ def test_kept_rows_have_the_highest_scores(case: Case, weighted: bool) -> None:
             score = ((x - norm * (left * sizes)[:, : blocks.rank] @ right[: blocks.rank]) ** 2).sum(axis=1)
         if weight is not None:
             score = score * weight[b, rows]
-        kept = blocks.residual_indices[b, n].astype(int)
+        kept = positions(blocks)[b, n]
         others = np.setdiff1d(np.arange(1, S), kept)
         assert len(kept) == R
         if len(kept) and len(others):
@@ -395,7 +398,8 @@ def test_more_residuals_than_rows_keep_all_bit_exactly(dtype: str) -> None:
         blocks = compressed(k, v, BlockFormat(256, 8, num_residuals, residual_bits=16))
         got = compress.reconstruct_blocks(blocks)
         assert (got[0] == k).all() and (got[1] == v).all()
-        assert blocks.residual_indices.shape == (1, 2, 255)
+        assert blocks.residual_indices is None and blocks.num_residuals == 255
+        assert blocks.residual_k.shape == (1, 2, 2, 255, 8)
     none = compressed(k, v, BlockFormat(256, 8, 0))
     assert none.residual_k.shape[3] == none.residual_indices.shape[2] == 0
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_dense import DTYPES, Case, assert_states_close, attention, cases, compressed, f64, poisoned, rebuild
+from strategies import positions
 
 from dkv.reference import compress, decode, merge, prefill, route
 from dkv.types import BlockFormat, CompressedBlocks
@@ -25,7 +26,7 @@ def selected_rows(blocks: CompressedBlocks, indices: np.ndarray, Sq: int, want: 
     visible = np.zeros((B, H, Sq, N, S), bool)
     for b, h in np.ndindex(B, H):
         for n in set(indices[b, h].tolist()) - {-1}:
-            kept = set(blocks.residual_indices[b, n].tolist())
+            kept = set(positions(blocks)[b, n].tolist())
             for i in range(S):
                 visible[b, h, :, n, i] = want == "all" or (i in kept) == (want == "residual")
     return visible.reshape(B, H, Sq, N * S)

@@ -114,6 +114,24 @@ def test_selection_is_a_stable_sort(
 
 
 @pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_a_block_that_one_query_head_of_three_needs_is_not_outvoted(backend: str, router: str) -> None:
+    """Head 0 lies on block 2, the other two mostly on block 1: their mean would be higher there."""
+    p = np.array([[0.01, 0.01, 0.98], [0.4, 0.59, 0.01], [0.4, 0.59, 0.01]], np.float32)
+    k = np.repeat(np.eye(3, dtype=np.float32), 8, axis=0)[None, None]  # block n is the n-th axis, so logits are ln p
+    config = dkv.DKVConfig(block_size=8, rank=2, num_residuals=3, router="minmax")
+    blocks = call("reference", "compress_blocks", k, k, config=config)
+    options: dict[str, Any] = {"top_k": 1, "router": router, "sm_scale": 1.0, "sink_blocks": 0}
+    q = np.log(p)[None, :, None]
+    assert call(backend, "route_blocks", q, blocks, **options, share="kv_head").tolist() == [[[2]]]
+    assert call(backend, "route_blocks", q, blocks, **options, share="all").tolist() == [[[1]]]
+    # over queries it is the mean of the largest: two that need block 0 of three
+    steps = np.log(np.array([[0.9, 0.05, 0.05], [0.1, 0.2, 0.7], [0.9, 0.05, 0.05]], np.float32))
+    every = np.tile(steps, (1, 3, 1, 1))
+    assert call(backend, "route_blocks", every, blocks, **options, share="kv_head").tolist() == [[[0]]]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("share", ["kv_head", "all"])
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_the_list_ascends_without_repeats_and_holds_its_pins(backend: str, share: str, router: str) -> None:
