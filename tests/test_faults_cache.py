@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import struct
 import warnings
@@ -187,7 +188,10 @@ CHANGES = {
     "tokens": lambda meta, entries: meta["layers"][1].update(tokens=[79, 80]),
     "dtype of an anchor": lambda meta, entries: entries["0.groups.0.anchor_v"].update(dtype="I32"),
     "dtype of the rows": lambda meta, entries: entries["0.k_rows"].update(dtype="I32"),
-    "dtype of the positions": lambda meta, entries: entries["1.groups.0.residual_indices"].update(dtype="I8"),
+    "dtype of the coefficients": lambda meta, entries: entries["1.groups.0.u"].update(dtype="I32"),
+    "positions that the format does not store": lambda meta, entries: _rename(
+        entries, "1.groups.0.u_unit", "1.groups.0.residual_indices"
+    ),
     "missing rows": lambda meta, entries: _rename(entries, "1.v_rows", "1.other"),
 }
 
@@ -209,7 +213,8 @@ def test_a_changed_file_is_refused_and_nothing_is_loaded(model, ids, tmp_path, c
 @pytest.mark.parametrize("positions", [0, 5, 255])
 def test_residual_positions_that_name_no_row_are_refused(tmp_path, positions):
     torch.manual_seed(0)
-    blocks = dkv.compress_blocks(*(torch.randn(1, 2, 32, 8) for _ in range(2)), config=EXACT)
+    some = dataclasses.replace(EXACT, num_residuals=3)
+    blocks = dkv.compress_blocks(*(torch.randn(1, 2, 32, 8) for _ in range(2)), config=some)
     blocks.residual_indices.fill_(positions)
     blocks.save(str(tmp_path / "blocks"))
     with pytest.raises(ValueError, match="residual_indices"):
