@@ -113,7 +113,9 @@ def _compress_block(
         score = np.square(rows - u @ basis).sum(axis=1) if keep == "error" else distinctness(v)
         indices = kept_rows(score * weight, fmt.num_residuals)
 
-    parts = {"anchor_k": exact_k[:, 0], "anchor_v": exact_v[:, 0]} | ({} if fmt.keeps_every_row else {"residual_indices": indices})
+    parts = {"anchor_k": exact_k[:, 0], "anchor_v": exact_v[:, 0]}
+    if not fmt.keeps_every_row:
+        parts["residual_indices"] = indices
     parts |= store_factors(u, basis_k, basis_v, fmt.factor_bits)
     if not fmt.keeps_every_row:
         parts["v_gain"] = np.asarray(gain)

@@ -30,7 +30,8 @@ def route_blocks(
         mean = torch.zeros(batch, heads, blocks.num_blocks, device=q.device)
     else:
         scores = route_scores(q, blocks, router, sm_scale)  # [B, Hkv, M, N]
-        share_of_mass = _softmax_over_blocks(scores, counts).unflatten(2, (q.shape[1] // heads, q.shape[2]))  # [B, Hkv, G, Sq, N]
+        per_group = (q.shape[1] // heads, q.shape[2])
+        share_of_mass = _softmax_over_blocks(scores, counts).unflatten(2, per_group)  # [B, Hkv, G, Sq, N]
         if share == "all":
             mean = share_of_mass.mean((1, 2, 3))[:, None].expand(-1, heads, -1)
         else:
