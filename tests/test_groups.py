@@ -12,18 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic import profile_of
 
 import dkv
-from dkv import DKVConfig, HeadProfile, HeadTier
+from dkv import DKVConfig, HeadTier
 from dkv.config import PRESETS, HeadGroup
 from dkv.reference import accounting, groups
 from dkv.reference.compress import reconstruct_blocks
-
-
-def profile_of(scores, head_dim=8, model="tiny"):
-    scores = np.asarray(scores, float)
-    layers, heads = scores.shape
-    return HeadProfile(model, layers, heads, head_dim, scores, text="none")
 
 
 # which head is in which tier
@@ -49,7 +44,7 @@ def test_tiers_are_those_of_the_law(case):
     for layer in range(scores.shape[0]):
         got = {group.config.rank: group.heads for group in config.head_groups(layer, scores.shape[1])}
         assert got == {int(tier): tuple(np.flatnonzero(wanted[layer] == tier)) for tier in np.unique(wanted[layer])}
-        assert got.keys() == dict(sorted(got.items())).keys()
+        assert list(got.values()) == sorted(got.values())
     # and the law's own words: a head of an earlier tier is never less than one of a later tier
     for tier in range(len(shares) - 1):
         here, later = scores[wanted == tier], scores[wanted > tier]
@@ -67,7 +62,7 @@ def test_ties_go_to_the_lower_layer_then_to_the_lower_head():
         [(0, 2), (1,)],
         [(0,), (1, 2)],
     ]
-    first, second = config.head_groups(0, 3)
+    first, second = config.head_groups(0, 3)  # by their first heads
     assert (first.config.num_residuals, second.config.num_residuals) == (255, 0)
 
 
@@ -75,9 +70,10 @@ def test_a_group_has_a_plain_config():
     base = DKVConfig(block_size=64, rank=5, residual_bits=8, top_k=3, chunk_top_k=2, window=99)
     tiers = (HeadTier(0.5), HeadTier(0.5, routed=False, rank=0, num_residuals=7, residual_bits=4))
     config = dataclasses.replace(base, tiers=tiers, profile=profile_of([[0.1, 0.9]]))
-    first, second = config.head_groups(0, 2)
-    assert first == HeadGroup((1,), base)
-    assert second.heads == (0,)
+    second, first = config.head_groups(0, 2)
+    weight = config.profile.channel_weight[0]
+    assert first == HeadGroup((1,), base, (weight[1],))
+    assert second.heads == (0,) and second.channel_weight == (weight[0],)
     changed = dataclasses.replace(base, rank=0, num_residuals=7, residual_bits=4, chunk_top_k=None)
     assert dataclasses.replace(second.config, top_k=3) == changed
     assert second.config.top_k > 10**9  # every block, also for the ops
@@ -132,7 +128,11 @@ HALVES = (HeadTier(0.5), HeadTier(0.5, num_residuals=0))
             ValueError,
             r"layer must be 0\.\.0, as in the profile, got 1",
         ),
-        (lambda: DKVConfig.preset("fast"), ValueError, "unknown preset 'fast'; there are: default, paper"),
+        (
+            lambda: DKVConfig.preset("fast"),
+            ValueError,
+            "unknown preset 'fast'; there are: default, quality, balanced, small, paper",
+        ),
         (lambda: DKVConfig.from_dict({"tiers": [{"part": 1}]}), ValueError, r"unknown tier fields \['part'\]"),
         (lambda: DKVConfig.from_dict({"tiers": [3]}), TypeError, "tiers must be a tuple of HeadTier"),
         (lambda: DKVConfig.from_dict({"profile": {"model": "x"}}), ValueError, "fields of a profile: missing"),
@@ -248,8 +248,13 @@ FORMATS = [
 
 @st.composite
 def grouped(draw, heads=4):
-    parts = draw(partitions(heads))
-    return tuple(HeadGroup(part, draw(st.sampled_from(FORMATS))) for part in parts)
+    """Groups with and without weights of channels; those without a config see sink and window alone."""
+    made = []
+    for part in draw(partitions(heads)):
+        weight = draw(st.none() | st.lists(st.floats(0.1, 9), min_size=8, max_size=8))
+        config = draw(st.none() | st.sampled_from(FORMATS))
+        made.append(HeadGroup(part, config, None if weight is None else (tuple(weight),) * len(part)))
+    return tuple(made)
 
 
 def rows_of(seed, heads, tokens, dim, batch=2):
@@ -266,15 +271,23 @@ def test_a_grouped_cache_is_its_groups_computed_alone(layout, seed, per_head, la
     # blocks before the last chunk: a chunk attends what was closed before it
     count = (tokens - last - 8 - 24) // 16
     closed = slice(8, 8 + count * 16)
-    assert layer.block_counts == [5, 5] and len(layer.blocks) == len(layout)
+    kept = [group for group in layout if group.config is not None]
+    assert layer.block_counts == [5, 5] and len(layer.blocks) == len(kept) and layer.stored_groups() == kept
     exact = torch.cat([torch.arange(8), torch.arange(8 + count * 16, tokens)])
-    states, chosen_of, blocks_of = [], [], []
-    for (heads, config), stored in zip(layout, layer.blocks, strict=True):
-        heads = list(heads)
-        whole = dkv.compress_blocks(k[:, heads, 8 : 8 + 80], v[:, heads, 8 : 8 + 80], config=config)
-        for (name, got), (_, want) in zip(stored.parts(), whole.parts(), strict=True):
-            assert torch.equal(got, want), name
-        blocks = dkv.compress_blocks(k[:, heads, closed], v[:, heads, closed], config=config)
+    states, chosen_of, blocks_of, stored = [], [], [], iter(layer.blocks)
+    for heads, config, weight in layout:
+        heads, options = list(heads), {"config": config or BASE}
+        if weight is not None:
+            options["channel_weight"] = torch.tensor(weight, dtype=torch.float64)
+        if config is None:
+            closed_rows = slice(0, 0)  # no blocks at all
+        else:
+            closed_rows = closed
+            whole = dkv.compress_blocks(k[:, heads, 8 : 8 + 80], v[:, heads, 8 : 8 + 80], **options)
+            for (name, got), (_, want) in zip(next(stored).parts(), whole.parts(), strict=True):
+                assert torch.equal(got, want), name
+        config = config or BASE
+        blocks = dkv.compress_blocks(k[:, heads, closed_rows], v[:, heads, closed_rows], **options)
         queries = q[:, [h * per_head + i for h in heads for i in range(per_head)], tokens - last :]
         top_k = config.top_k if last == 1 else config.chunk_top_k or count
         settings = {"router": config.router, "share": config.share, "sink_blocks": 0}
@@ -285,7 +298,7 @@ def test_a_grouped_cache_is_its_groups_computed_alone(layout, seed, per_head, la
         states.append(state.out)
         chosen_of.append(to_numpy(chosen))
         blocks_of.append(to_numpy(blocks))
-    place = [h * per_head + i for heads, _ in layout for h in heads for i in range(per_head)]
+    place = [h * per_head + i for group in layout for h in group.heads for i in range(per_head)]
     expected = torch.empty_like(out)
     expected[:, place] = torch.cat(states, dim=1)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)  # the same sums in another order of rows
@@ -299,8 +312,9 @@ def test_a_grouped_cache_is_its_groups_computed_alone(layout, seed, per_head, la
     held = [part for blocks in layer.blocks for _, part in blocks.parts()]
     held += [layer.k_rows, layer.v_rows]
     assert layer.nbytes == sum(tensor.nbytes for tensor in held)
-    formula = [accounting.block_nbytes(g.config.block_format, len(g.heads), 8, 6, 4) for g in layout]
-    assert sum(blocks.nbytes for blocks in layer.blocks) == 2 * 5 * sum(sum(part.values()) for part in formula)
+    formula = [accounting.block_nbytes(g.config.block_format, len(g.heads), 8, 6, 4) for g in kept]
+    assert layer.compressed_nbytes == 2 * 5 * sum(sum(part.values()) for part in formula)
+    assert layer.compressed_dense_nbytes == 2 * 5 * 16 * 4 * (8 + 6) * 4 and layer.dense_nbytes == 2 * tokens * 4 * 56
 
 
 def test_heads_side_by_side_are_views():
@@ -324,7 +338,7 @@ def test_an_unrouted_tier_attends_every_block():
     base = dataclasses.replace(BASE, top_k=1)
     outs = {}
     for routed in (True, False):
-        config = dataclasses.replace(base, tiers=(HeadTier(0.5), HeadTier(0.5, routed=routed)))
+        config = dataclasses.replace(base, tiers=(HeadTier(0.5), HeadTier(0.5, rank=3, routed=routed)))
         layer = LayerCache(config, config.with_profile(profile_of(scores)).head_groups(0, 4))
         q, k, v = (rows_of(i, h, 150, 8) for i, h in enumerate((8, 4, 4)))
         layer.attend(q[:, :, :149], k[:, :, :149], v[:, :, :149])
@@ -366,8 +380,9 @@ def test_groups_that_do_not_fit_are_refused(layout, message):
 
 
 def test_a_layer_needs_the_groups_of_its_tiers():
-    with pytest.raises(ValueError, match="config has tiers: give its config.head_groups"):
-        LayerCache(dataclasses.replace(BASE, tiers=HALVES))
+    for config in (dataclasses.replace(BASE, tiers=HALVES), DKVConfig(ratio=4)):
+        with pytest.raises(ValueError, match="config splits the heads: give its config.head_groups"):
+            LayerCache(config)
 
 
 def test_the_codec_of_closed_blocks_cannot_change():
@@ -638,7 +653,7 @@ def test_generate_with_groups(case):
 
 def test_blocks_of_a_group_rebuild_its_heads():
     config = dataclasses.replace(BASE, tiers=(HeadTier(0.5, num_residuals=15, residual_bits=16), HeadTier(0.5)))
-    first, second = config.with_profile(profile_of([[0.1, 0.9, 0.2, 0.8]])).head_groups(0, 4)
+    second, first = config.with_profile(profile_of([[0.1, 0.9, 0.2, 0.8]])).head_groups(0, 4)
     k = rows_of(5, 4, 32, 8).numpy()
     blocks = dkv.compress_blocks(k[:, first.heads], k[:, first.heads], config=first.config)
     np.testing.assert_array_equal(reconstruct_blocks(blocks)[0], k[:, [1, 3]])
