@@ -198,6 +198,20 @@ def test_blocks_share_no_memory_with_keys_and_values(backend: str, fmt: BlockFor
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_keys_and_values_that_ask_for_a_gradient(fmt: BlockFormat) -> None:
+    """A forward pass outside no_grad compresses the same and decodes."""
+    torch = pytest.importorskip("torch")
+    made = testing.make_inputs(11, config=fmt, library="torch")
+    weight = torch.ones(made.k.shape[1], made.k.shape[3]).requires_grad_()
+    want = compress("torch", made.k, made.v, fmt, channel_weight=weight.detach())
+    k, v = (x.clone().requires_grad_() for x in (made.k, made.v))
+    got = compress("torch", k, v, fmt, channel_weight=weight)
+    assert_same_bits(*(testing.to_numpy(blocks.map(torch.Tensor.detach)) for blocks in (got, want)))
+    state = dkv.decode_attention(made.q.clone().requires_grad_(), got, made.k_window, made.v_window)
+    assert state.out.requires_grad and bool(state.out.isfinite().all())
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_inputs_are_read_by_their_strides(backend: str, fmt: BlockFormat) -> None:
     made = testing.make_inputs(4, config=fmt)
