@@ -114,6 +114,31 @@ def test_float64_gives_the_codes_of_the_reference_bit_by_bit(backend: str, dtype
         assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_every_range_of_the_list_is_tried(backend: str, bits: int) -> None:
+    """Rows that lie on the steps of one range, but for the largest and the smallest, are coded by that range."""
+    clips, levels = np.array(op_module("reference", "storage").CLIPS[bits]), 2**bits - 1
+    codes = np.random.default_rng(bits).integers(0, levels + 1, (1, 1, 129, len(clips)))
+    x = clips * (2 * codes / levels - 1)
+    x[:, :, :3] = np.array([0, 1, -1])[:, None]
+    x = x.astype(np.float32)
+    blocks = compress_numpy(backend, x, x, BlockFormat(129, 0, 128, residual_bits=bits))
+    for part in ("k", "v"):
+        scale = getattr(blocks, f"residual_{part}_scale")[0, 0, 0, 0].astype(float)
+        unit = getattr(blocks, f"residual_{part}_unit")[0, 0, 0]
+        np.testing.assert_allclose(levels / 2 * unit * scale, clips, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_of_two_ranges_that_err_alike_the_first_is_stored(backend: str) -> None:
+    """A bit for -4, -3, 3, 4: both -4 or 4 and, at 0.75 of the range, -3 or 3 miss two rows by one."""
+    x = np.array([0, -4, -3, 3, 4], np.float32).reshape(1, 1, 5, 1)
+    blocks = compress_numpy(backend, x, x, BlockFormat(5, 0, 4, residual_bits=1))
+    for part in call(backend, "reconstruct_blocks", blocks):
+        assert part.ravel().tolist() == [0, -4, -4, 4, 4]
+
+
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_queries_say_which_channels_matter(backend: str) -> None:
     """A channel of large weight and small spread comes before one of small weight and large spread."""
@@ -170,6 +195,20 @@ def test_blocks_share_no_memory_with_keys_and_values(backend: str, fmt: BlockFor
         part[...] = 0
     after = testing.to_numpy(inputs)
     assert after.k.tobytes() == before.k.tobytes() and after.v.tobytes() == before.v.tobytes()
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_keys_and_values_that_ask_for_a_gradient(fmt: BlockFormat) -> None:
+    """A forward pass outside no_grad compresses the same and decodes."""
+    torch = pytest.importorskip("torch")
+    made = testing.make_inputs(11, config=fmt, library="torch")
+    weight = torch.ones(made.k.shape[1], made.k.shape[3]).requires_grad_()
+    want = compress("torch", made.k, made.v, fmt, channel_weight=weight.detach())
+    k, v = (x.clone().requires_grad_() for x in (made.k, made.v))
+    got = compress("torch", k, v, fmt, channel_weight=weight)
+    assert_same_bits(*(testing.to_numpy(blocks.map(torch.Tensor.detach)) for blocks in (got, want)))
+    state = dkv.decode_attention(made.q.clone().requires_grad_(), got, made.k_window, made.v_window)
+    assert state.out.requires_grad and bool(state.out.isfinite().all())
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

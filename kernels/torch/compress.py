@@ -180,6 +180,7 @@ def _store_rows(
     name: str, rows: Tensor, anchor: Tensor | None, segments: Segments, importance: Tensor | None
 ) -> dict[str, Tensor | None]:
     """rows ``[n, H, R, D]`` as coded parts, less their anchor ``[n, H, D]`` where one is given."""
+    rows, anchor = rows.detach(), None if anchor is None else anchor.detach()  # codes have no gradient
     step = max(1, ROW_BYTES // max(1, 8 * rows[:1].numel()))
     pieces = []
     for i in range(0, max(1, len(rows)), step):
