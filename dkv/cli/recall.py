@@ -20,11 +20,14 @@ def recall(
     seed: _common.SeedOption = 0,
     preset: Annotated[str | None, typer.Option(help=f"One more row. {_common.PRESET_HELP}")] = None,
     profile: _common.ProfileOption = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Only dense and the preset: quicker.")] = False,
     json_file: _common.JsonOption = None,
 ) -> None:
     """Count how often a passcode survives compression: dense, the published settings, the default."""
     lengths = _common.integers("--contexts", contexts)
     _common.at_least("--trials", trials, 1)
+    if alone and preset is None:
+        raise CliError("--alone needs --preset")
     if profile is not None and preset is None:
         raise CliError("--profile needs --preset, the settings that it serves")
     config = None if preset is None else _common.make_config(preset, profile, model)
@@ -41,7 +44,7 @@ def recall(
             needle.bury(tokenizer, length, seed)
         except ValueError as error:
             raise CliError(f"--contexts: {error}") from error
-    variants = bench.default_variants()
+    variants = {} if alone else bench.default_variants()
     if config is not None:
         variants[f"preset {preset}"] = config
     with err.status("Starting") as status:
