@@ -13,25 +13,30 @@ STEPS = 100  # halvings of the range of prices per byte
 Widths = tuple[tuple[int, ...], int]  # key_bits, value_bits
 
 
-def block_bytes(key_bits: tuple[int, ...], value_bits: int, block_size: int, rank: int, head_dim: int) -> int:
+def block_bytes(
+    key_bits: tuple[int, ...], value_bits: int, block_size: int, rank: int, head_dim: int, minmax: bool = False
+) -> int:
     """Bytes of one block of one kv head that keeps every row, in a 16-bit cache."""
     from dkv.reference.accounting import block_nbytes
 
-    fmt = BlockFormat(block_size=block_size, rank=rank, key_bits=key_bits, value_bits=value_bits)
+    fmt = BlockFormat(block_size=block_size, rank=rank, key_bits=key_bits, value_bits=value_bits, minmax=minmax)
     return sum(block_nbytes(fmt, 1, head_dim, head_dim, DENSE_BYTES).values())
 
 
 @functools.lru_cache(maxsize=8)
-def fit(profile: HeadProfile, ratio: float, block_size: int, rank: int) -> tuple[tuple[Widths | None, ...], ...]:
+def fit(
+    profile: HeadProfile, ratio: float, block_size: int, rank: int, minmax: bool = False
+) -> tuple[tuple[Widths | None, ...], ...]:
     """Widths of every head, ``[layers][kv heads]``; None where a head should see sink and window alone.
 
     The least sum of ``profile``'s losses at which dense bytes over stored bytes are ``ratio`` or more: every head takes
-    the option of least ``loss + price * bytes``, and the price is the lowest that meets the ratio.
+    the option of least ``loss + price * bytes``, and the price is the lowest that meets the ratio. Layers that were not
+    measured keep no blocks: their dense bytes do not count.
     """
     heads = [(layer, head) for layer in range(profile.num_layers) for head in range(profile.num_kv_heads)]
     options: list[Widths] = [(key, value) for key in profile.key_options for value in profile.value_options]
-    sizes = [block_bytes(key, value, block_size, rank, profile.head_dim) for key, value in options]
-    budget = len(heads) * 2 * block_size * profile.head_dim * DENSE_BYTES / ratio
+    sizes = [block_bytes(key, value, block_size, rank, profile.head_dim, minmax) for key, value in options]
+    budget = len(measured_heads(profile)) * 2 * block_size * profile.head_dim * DENSE_BYTES / ratio
     losses = {}
     for layer, head in heads:
         keys, values = profile.key_loss[layer][head], profile.value_loss[layer][head]
@@ -58,8 +63,14 @@ def fit(profile: HeadProfile, ratio: float, block_size: int, rank: int) -> tuple
     )
 
 
+def measured_heads(profile: HeadProfile) -> list[tuple[int, int]]:
+    """Layer and number of the heads of all layers but those that keep no full cache, whose numbers are all 0."""
+    layers = [layer for layer in range(profile.num_layers) if any(map(any, profile.channel_weight[layer]))]
+    return [(layer, head) for layer in layers for head in range(profile.num_kv_heads)]
+
+
 def routed_heads(profile: HeadProfile, share: float) -> tuple[tuple[bool, ...], ...]:
-    """Whether a head is among the ``share`` of the highest scores, ties to the lower layer, then head."""
-    ranked = sorted((-score, layer, head) for layer, row in enumerate(profile.scores) for head, score in enumerate(row))
+    """Whether a measured head is among the ``share`` of the highest scores, ties to the lower layer, then head."""
+    ranked = sorted((-profile.scores[layer][head], layer, head) for layer, head in measured_heads(profile))
     chosen = {(layer, head) for _, layer, head in ranked[: round(share * len(ranked))]}
     return tuple(tuple((layer, head) in chosen for head in range(len(row))) for layer, row in enumerate(profile.scores))

@@ -308,11 +308,12 @@ class DKVConfig:
         routed = routed_heads(self.profile, self.routed_share)
         plain = dataclasses.replace(self, profile=None, ratio=None)
         still = dataclasses.replace(plain, top_k=EVERY_BLOCK, chunk_top_k=None)
+        chosen = fit(self.profile, self.ratio, self.block_size, self.rank, self.router == "minmax")
         return [
             None
             if widths is None
             else dataclasses.replace(plain if routed[layer][head] else still, key_bits=widths[0], value_bits=widths[1])
-            for head, widths in enumerate(fit(self.profile, self.ratio, self.block_size, self.rank)[layer])
+            for head, widths in enumerate(chosen[layer])
         ]
 
     def _tiers_of(self, profile: HeadProfile) -> list[list[int]]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,8 @@ class HeadProfile:
             raise ValueError("key_options and value_options of a profile must be lists of widths, at least one of each")
         try:
             keys = [BlockFormat(key_bits=tuple(option)).key_bits for option in keys]
+            if None in values:
+                raise TypeError("widths must be numbers, got None")
             values = [BlockFormat(value_bits=option).value_bits for option in values]
         except (TypeError, ValueError) as error:
             raise ValueError(f"options of a profile: {error}") from error
@@ -257,7 +260,7 @@ def _readable(values: Mapping[str, Any]) -> str:
 def _nested(name: str, value: Any, shape: tuple[int, ...]) -> Any:
     """Nested tuples of ``shape`` of finite numbers that are not negative."""
     if not shape:
-        if not _is_number(value) or not 0 <= value < math.inf:
+        if not _is_number(value) or not 0 <= value <= sys.float_info.max:  # NaN is not
             raise ValueError(f"{name} of a profile must hold finite numbers of 0 or more, got {value!r:.60}")
         return float(value)
     items = _sequence(value)

@@ -38,7 +38,7 @@ def measure_profile(
     repeat_tokens: int = 200,
     distances: Sequence[int] = (300, 700, 1300),
     blocks: int = 8,
-    samples: int = 4,
+    samples: int = 6,
     seed: int = 0,
     progress: Callable[[str], None] = lambda label: None,
 ) -> HeadProfile:

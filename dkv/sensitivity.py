@@ -133,7 +133,7 @@ def measure(
         weight = found.channel_weight[layer].to(k.device)
         for number in range(max(len(KEY_OPTIONS), len(VALUE_OPTIONS))):
             key, value = min(number, len(KEY_OPTIONS) - 1), min(number, len(VALUE_OPTIONS) - 1)
-            config = DKVConfig(rank=0, key_bits=KEY_OPTIONS[key], value_bits=VALUE_OPTIONS[value])
+            config = DKVConfig(block_size=BLOCK, rank=0, key_bits=KEY_OPTIONS[key], value_bits=VALUE_OPTIONS[value])
             k2, v2 = reconstruct_blocks(compress_blocks(k, v, config=config, channel_weight=weight))
             for share, (keys, values, gates, count) in zip(shares, gradients):
                 if number < len(KEY_OPTIONS):

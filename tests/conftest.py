@@ -14,6 +14,15 @@ settings.register_profile("deep", deadline=None, max_examples=200, suppress_heal
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.fixture
+def small_prices(monkeypatch):
+    """Passages that a tiny model reads in no time: 8 sink tokens, blocks of 16, a window of 16, 24 new tokens."""
+    sensitivity = pytest.importorskip("dkv.sensitivity")
+    for name, value in {"SINK": 8, "BLOCK": 16, "WINDOW": 16, "LENGTH": 24, "COPY_START": 4}.items():
+        monkeypatch.setattr(sensitivity, name, value)
+    return sensitivity
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """A folder with a random two-layer model and a tokenizer of one token per byte."""

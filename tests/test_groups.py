@@ -20,7 +20,6 @@ from dkv.config import PRESETS, HeadGroup
 from dkv.reference import accounting, groups
 from dkv.reference.compress import reconstruct_blocks
 
-
 # which head is in which tier
 
 

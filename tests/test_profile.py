@@ -7,23 +7,26 @@ import os
 
 import numpy as np
 import pytest
+from synthetic import profile_of
 
 from dkv import HeadProfile
 from dkv.profile import MAX_BYTES, shipped_names
 
-FIELDS = {
-    "model": "tiny",
-    "num_layers": 2,
-    "num_kv_heads": 3,
-    "head_dim": 8,
-    "scores": [[0.5, 0, 1], [0.25, 1 / 3, 1e-9]],
-    "text": "a book",
-    "settings": {"passages": 2, "distances": [300, 700], "seconds": 0.5},
-}
+SCORES = [[0.5, 0, 1], [0.25, 1 / 3, 1e-9]]
+SETTINGS_OF_FILE = {"passages": 2, "distances": [300, 700], "seconds": 0.5}
+FIELDS = profile_of(SCORES, text="a book", settings=SETTINGS_OF_FILE).to_dict()
 
 
 def profile(**changes):
     return HeadProfile(**{**FIELDS, **changes})
+
+
+def losses(*shape, last=0.5):
+    """Nested lists of ``shape`` of 0.5; the last number is ``last``."""
+    flat = [0.5] * (int(np.prod(shape)) - 1) + [last]
+    for size in reversed(shape[1:]):
+        flat = [flat[i : i + size] for i in range(0, len(flat), size)]
+    return flat
 
 
 def written(path, **changes):
@@ -86,6 +89,34 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         ({"scores": [[0.5, True, 1], [0.5, 0, 1]]}, r"numbers in 0\.\.1, got True"),
         ({"scores": [[0.5, "0.1", 1], [0.5, 0, 1]]}, r"numbers in 0\.\.1, got '0\.1'"),
         ({"scores": [[0.5, 10**400, 1], [0.5, 0, 1]]}, r"numbers in 0\.\.1, got 1000"),
+        ({"key_options": []}, "must be lists of widths, at least one of each"),
+        ({"key_options": 8}, "must be lists of widths, at least one of each"),
+        ({"key_options": [8]}, "options of a profile: .*int"),
+        ({"key_options": [[8] * 7]}, r"options of a profile: key_bits must be 8 widths of 0\.\.8, never rising, got"),
+        ({"key_options": [[2] * 7 + [3]]}, "options of a profile: key_bits must be 8 widths"),
+        ({"key_options": [[9] * 8]}, "options of a profile: key_bits must be 8 widths"),
+        ({"key_options": [[2.5] * 8]}, "options of a profile: key_bits must be 8 widths"),
+        ({"key_options": ["87654321"]}, "options of a profile: key_bits must be 8 widths"),
+        ({"value_options": []}, "must be lists of widths, at least one of each"),
+        ({"value_options": [4, 9]}, r"options of a profile: value_bits must be 0\.\.8, got 9"),
+        ({"value_options": [4, True]}, r"options of a profile: value_bits must be 0\.\.8, got True"),
+        ({"value_options": [4, 2.0]}, r"options of a profile: value_bits must be 0\.\.8, got 2\.0"),
+        ({"value_options": [None, 2]}, "options of a profile: widths must be numbers, got None"),
+        ({"value_options": [4, 2]}, "value_loss of a profile must have 2 entries along an axis of its shape, got 4"),
+        ({"key_loss": losses(2, 3, 3)}, "key_loss of a profile must have 4 entries .*, got 3"),
+        ({"key_loss": losses(2, 3)}, "key_loss of a profile must have 4 entries .*, got no list"),
+        ({"value_loss": losses(3, 3, 4)}, "value_loss of a profile must have 2 entries .*, got 3"),
+        ({"value_loss": losses(2, 2, 4)}, "value_loss of a profile must have 3 entries .*, got 2"),
+        ({"drop_loss": losses(2, 3, 1)}, r"drop_loss of a profile must hold finite numbers of 0 or more, got \[0\.5\]"),
+        ({"drop_loss": losses(2, 3, last=-1e-9)}, "drop_loss of a profile must hold finite numbers .*, got -1e-09"),
+        ({"key_loss": losses(2, 3, 4, last=float("nan"))}, "key_loss of a profile must hold finite .*, got nan"),
+        ({"value_loss": losses(2, 3, 4, last=float("inf"))}, "value_loss of a profile must hold finite .*, got inf"),
+        ({"drop_loss": losses(2, 3, last=10**400)}, "drop_loss of a profile must hold finite .*, got 1000"),
+        ({"drop_loss": losses(2, 3, last="1")}, "drop_loss of a profile must hold finite .*, got '1'"),
+        ({"drop_loss": losses(2, 3, last=False)}, "drop_loss of a profile must hold finite .*, got False"),
+        ({"channel_weight": losses(2, 3, 7)}, "channel_weight of a profile must have 8 entries .*, got 7"),
+        ({"channel_weight": losses(2, 3, 8, last=-1)}, "channel_weight of a profile must hold finite .*, got -1"),
+        ({"key_loss": None, "drop_loss": None}, r"fields of a profile: missing \['drop_loss', 'key_loss'\]"),
         ({"settings": [1]}, r"settings of a profile must be a mapping, got \[1\]"),
         ({"settings": {"a": "b"}}, "settings of a profile must be named finite numbers, got 'a': 'b'"),
         ({"settings": {"a": [1, float("nan")]}}, "settings of a profile must be named finite numbers, got 'a'"),
@@ -118,7 +149,7 @@ def test_files_that_are_no_profile(tmp_path, data):
 def test_a_file_too_large_is_refused_before_it_is_read_whole(tmp_path):
     with open(tmp_path / "p.json", "wb") as file:
         file.truncate(MAX_BYTES + 1)
-    with pytest.raises(ValueError, match=r"p.json is larger than a profile can be \(4,194,304 bytes\)"):
+    with pytest.raises(ValueError, match=r"p.json is larger than a profile can be \(16,777,216 bytes\)"):
         HeadProfile.load(tmp_path / "p.json")
     with pytest.raises(FileNotFoundError, match="no such profile: .*none.json"):
         HeadProfile.load(tmp_path / "none.json")
