@@ -206,8 +206,14 @@ MODELS = {
         ),
     ),
 }
-SETTINGS = {"passages": 2, "passage_tokens": 60, "repeat_tokens": 20, "distances": (30, 60)}
+SETTINGS = {"passages": 2, "passage_tokens": 60, "repeat_tokens": 20, "distances": (30, 60), "blocks": 2, "samples": 2}
+PRICED = 8 + 2 * 16 + 16 + 24  # tokens of a passage that prices: the longer of the two
 TEXT = "".join(chr(32 + (i * i * 7 + i // 3) % 90) for i in range(200))
+
+
+@pytest.fixture(autouse=True)
+def _small(small_prices):
+    pass
 
 
 class Bytes:
@@ -239,7 +245,7 @@ def test_a_score_is_what_the_models_own_weights_say(model, bos):
     ids = list(TEXT.encode())
     model.set_attn_implementation("eager")
     expected = np.zeros((4, 2))
-    for first in (0, len(ids) - 60):
+    for first in (0, len(ids) - PRICED):
         for distance in (30, 60):
             passage = ids[first : first + 60]
             whole = opening + passage + passage[60 - distance : 80 - distance]
@@ -257,7 +263,11 @@ def test_a_score_is_what_the_models_own_weights_say(model, bos):
     np.testing.assert_allclose(np.array(made.scores), expected, atol=2e-6)
     assert (np.array(made.scores)[[not each for each in sliding]] > 0.01).all()
     assert (made.model, made.text, made.num_layers, made.num_kv_heads, made.head_dim) == ("tiny", "bytes", 4, 2, 8)
-    assert made.settings == {**SETTINGS, "text_tokens": 200}
+    assert made.settings == {**SETTINGS, "seed": 0, "text_tokens": 200}
+    for name in ("key_loss", "value_loss", "drop_loss", "channel_weight"):
+        numbers = np.array(getattr(made, name))
+        assert (numbers[sliding] == 0).all() and (numbers[[not each for each in sliding]] > 0).all(), name
+        assert all(float(f"{x:.4g}") == x for x in numbers.ravel())
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -295,6 +305,9 @@ def test_measuring_is_deterministic_and_leaves_the_model_as_it_was(model):
     ids = torch.arange(50)[None]
     logits = model(ids).logits
     made = [measure_profile(model, Bytes(), TEXT, **SETTINGS) for _ in range(2)]
+    other = measure_profile(model, Bytes(), TEXT, seed=1, **SETTINGS)
+    assert other.scores == made[0].scores and other.channel_weight == made[0].channel_weight
+    assert other.key_loss != made[0].key_loss and other.drop_loss != made[0].drop_loss
     assert made[0] == made[1] and made[0].model == type(model).__name__
     assert model.config._attn_implementation == before
     assert torch.equal(model(ids).logits, logits)
@@ -328,7 +341,15 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was(model):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"text": "short"}, ValueError, "text has 5 tokens, 120 are needed: 2 passages of 60"),
+        ({"text": "short"}, ValueError, "text has 5 tokens, 160 are needed: 2 passages of 80"),
+        (
+            {"passage_tokens": 90, "distances": (30, 90), "text": TEXT[:179]},
+            ValueError,
+            "180 are needed: 2 passages of 90",
+        ),
+        ({"blocks": 0}, ValueError, "blocks must be 1 or more, got 0"),
+        ({"samples": True}, TypeError, "samples must be an int, got True"),
+        ({"blocks": 29}, ValueError, "blocks=29 take 512 tokens, they must be below 512, the model's context"),
         ({"passages": 0}, ValueError, "passages must be 1 or more, got 0"),
         ({"repeat_tokens": 2.0}, TypeError, r"repeat_tokens must be an int, got 2\.0"),
         ({"distances": ()}, ValueError, r"distances must be 20\.\.60 tokens, got \[\]"),
