@@ -153,11 +153,11 @@ def measure_profile(
     )
 
 
-def _rounded(x: Tensor) -> list[Any]:
-    """Nested lists of four digits each."""
+def _rounded(x: Tensor) -> Any:
+    """Nested tuples of four digits each."""
 
     def each(value: Any) -> Any:
-        return [each(item) for item in value] if isinstance(value, list) else float(f"{value:.4g}")
+        return tuple(each(item) for item in value) if isinstance(value, list) else float(f"{value:.4g}")
 
     return each(x.tolist())
 

@@ -583,7 +583,7 @@ def _compare_codes(
         reason = "the reference's error of the group, and a float16 number apart"
         _refuse("compress_blocks", what, kind, mine, 1.001 * theirs + apart, reason)
         one = (2 * theirs * apart + np.square(apart)).max(initial=0.0)  # what one group apart adds to the squares
-        total, allowed = np.linalg.norm(mine)[None], np.sqrt(np.square(1.01 * theirs).sum() + one)
+        total, allowed = np.sqrt(np.square(mine).sum(keepdims=True)), np.sqrt(np.square(1.01 * theirs).sum() + one)
         _refuse(
             "compress_blocks", f"total {what}", kind, total, allowed, "the reference's, and one float16 number apart"
         )

@@ -61,7 +61,7 @@ def routed_variants(profile: HeadProfile, top_k: int = 8) -> dict[str, DKVConfig
     Rank 32 takes its bytes from the widths: the ratio stays. ``share=1`` routes every head.
     """
     whole = DKVConfig.preset("balanced", profile)
-    picks = {
+    picks: dict[str, dict[str, Any]] = {
         "keys": {},
         "keys, every head": {"routed_share": 1.0},
         "lowrank, rank 32": {"router": "lowrank", "rank": 32},
