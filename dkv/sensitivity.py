@@ -93,6 +93,7 @@ def passage_tokens(blocks: int) -> int:
     return SINK + blocks * BLOCK + WINDOW
 
 
+@torch.inference_mode(False)
 def measure(
     model: PreTrainedModel,
     ids: Sequence[int],
