@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from synthetic import profile_of
 
 pytest.importorskip("typer")
 torch = pytest.importorskip("torch")
@@ -63,7 +64,10 @@ def _lines(text):
         (["bench", "decode", "--dtype", "int8"], "--dtype must be one of"),
         (["bench", "memory", "--json", "."], "cannot write ."),
         (["bench", "nope"], "nope"),
-        (["generate", "--prompt", "a", "--preset", "nope"], "unknown preset 'nope'; there are: default, paper"),
+        (
+            ["generate", "--prompt", "a", "--preset", "nope"],
+            "unknown preset 'nope'; there are: default, quality, balanced, small, paper",
+        ),
         (["generate", "--prompt", "a", "--profile", "nope"], "no such profile: nope; those that ship are:"),
         (["generate", "--prompt", "a", "--profile", __file__], "test_cli.py is not a whole profile"),
         (["recall", "--profile", "smollm2-135m"], "--profile needs --preset"),
@@ -330,7 +334,7 @@ def test_generate_reads_a_file_and_compresses(tiny, tmp_path, capsys):
 PROFILE_OPTIONS = ["--passages", "1", "--passage-tokens", "200", "--repeat-tokens", "50", "--distances", "60,150"]
 
 
-def test_profile_writes_what_it_measured(tiny, tmp_path, capsys):
+def test_profile_writes_what_it_measured(tiny, small_prices, tmp_path, capsys):
     text, file, again = tmp_path / "book.txt", tmp_path / "p.json", tmp_path / "again.json"
     text.write_text("The quick brown fox jumps over the lazy dog, and again. " * 5, encoding="utf-8")
     assert main(["profile", tiny, "-o", str(file), "--text", str(text), *PROFILE_OPTIONS]) == 0
@@ -354,7 +358,7 @@ def test_profile_writes_what_it_measured(tiny, tmp_path, capsys):
     [
         (["--passage-tokens", "4000"], "passage_tokens + repeat_tokens must be below 4096"),
         (["--distances", "100"], "distances must be 200..1400 tokens, got [100]"),
-        (["--text", "{}"], "text has 5 tokens, 2800 are needed"),
+        (["--text", "{}"], "text has 5 tokens, 5376 are needed: 2 passages of 2688"),
     ],
 )
 def test_what_cannot_be_profiled(tiny, tmp_path, capsys, options, message):
@@ -368,7 +372,7 @@ def test_what_cannot_be_profiled(tiny, tmp_path, capsys, options, message):
 
 def test_presets_and_profiles_reach_the_cache(tiny, halves, tmp_path, capsys):
     profile, prompt = tmp_path / "p.json", tmp_path / "prompt.txt"
-    dkv.HeadProfile("tiny", 2, 2, 8, [[0.1, 0.9], [0.8, 0.2]], "none").save(profile)
+    profile_of([[0.1, 0.9], [0.8, 0.2]]).save(profile)
     prompt.write_text("abc " * 400, encoding="utf-8")
     options = ["generate", "--model", tiny, "--prompt-file", str(prompt), "--max-new-tokens", "4"]
     sizes = {}
@@ -389,7 +393,7 @@ def test_presets_and_profiles_reach_the_cache(tiny, halves, tmp_path, capsys):
 
 def test_recall_of_a_preset(tiny, halves, tmp_path):
     profile, file = tmp_path / "p.json", tmp_path / "recall.json"
-    dkv.HeadProfile("tiny", 2, 2, 8, [[0.1, 0.9], [0.8, 0.2]], "none").save(profile)
+    profile_of([[0.1, 0.9], [0.8, 0.2]]).save(profile)
     options = ["--contexts", "1100", "--trials", "1", "--preset", "halves", "--profile", str(profile)]
     assert main(["recall", "--model", tiny, *options, "--json", str(file)]) == 0
     rows = {row["variant"]: row for row in json.loads(file.read_text())}
