@@ -81,7 +81,7 @@ def tiny(kind, quiet=1.0):
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= quiet
             if hasattr(layer.self_attn, "sinks"):
-                layer.self_attn.sinks.fill_(7.0)
+                layer.self_attn.sinks.fill_(14.0)
     return model
 
 
