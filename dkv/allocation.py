@@ -16,11 +16,15 @@ Widths = tuple[tuple[int, ...], int]  # key_bits, value_bits
 def block_bytes(
     key_bits: tuple[int, ...], value_bits: int, block_size: int, rank: int, head_dim: int, minmax: bool = False
 ) -> int:
-    """Bytes of one block of one kv head that keeps every row, in a 16-bit cache."""
+    """Bytes of one block of one kv head that keeps every row, in a 16-bit cache; in a group it takes no more.
+
+    The basis has the rank that a group may have, however few channels the head has.
+    """
     from dkv.reference.accounting import block_nbytes
 
     fmt = BlockFormat(block_size=block_size, rank=rank, key_bits=key_bits, value_bits=value_bits, minmax=minmax)
-    return sum(block_nbytes(fmt, 1, head_dim, head_dim, DENSE_BYTES).values())
+    beyond = min(rank, block_size - 1) - fmt.stored_rank(1, head_dim, head_dim)
+    return sum(block_nbytes(fmt, 1, head_dim, head_dim, DENSE_BYTES).values()) + beyond * head_dim
 
 
 @functools.lru_cache(maxsize=8)
