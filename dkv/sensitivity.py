@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -117,7 +118,7 @@ def measure(
         progress("reading")
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(torch.tensor([list(ids[:tokens])], device=model.device), past_key_values=cache, logits_to_keep=1)
+            _forward(model, torch.tensor([list(ids[:tokens])], device=model.device), cache, logits_to_keep=1)
         gradients = []
         for index, start in enumerate(starts):
             progress(f"continuation {index + 1} of {len(starts)}")
@@ -146,6 +147,12 @@ def measure(
     return found
 
 
+def _forward(model: PreTrainedModel, ids: Tensor, cache: Any, **options: Any) -> Any:
+    """A pass that goes on from ``cache``; transformers 5.24 renamed ``past_key_values`` to ``cache``."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(ids, use_cache=True, **{name: cache}, **options)
+
+
 def _price(gradients: Tensor, change: Tensor, count: int) -> Tensor:
     """KL per token and head, from gradients ``[samples, Hkv, n, D]`` and a change ``[Hkv, n, D]``."""
     along = torch.einsum("mhnd,hnd->mh", gradients.float(), change)
@@ -159,7 +166,7 @@ def _gradients(
     token = _TAPE.set(tape)
     try:
         with torch.enable_grad():
-            logits = model(chunk, past_key_values=cache, use_cache=True).logits[0, first:].float()
+            logits = _forward(model, chunk, cache).logits[0, first:].float()
     finally:
         _TAPE.reset(token)
     log_p = logits.log_softmax(-1)

@@ -246,7 +246,9 @@ def test_the_model_is_as_before_also_after_an_error(model, small_prices, monkeyp
     if broken == "storing":
         monkeypatch.setattr(small_prices, "compress_blocks", lambda *args, **options: 1 / 0)
     if broken is None:
-        small_prices.measure(model, IDS, 2, 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            small_prices.measure(model, IDS, 2, 0)
     else:
         with pytest.raises(ZeroDivisionError if broken == "storing" else RuntimeError):
             small_prices.measure(model, IDS, 2, 0)
