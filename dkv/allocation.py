@@ -8,6 +8,8 @@ from dkv.profile import HeadProfile
 from dkv.types import BlockFormat
 
 DENSE_BYTES = 2  # of a number in a dense cache
+FORGETTING = 3.0  # what a forgotten head's loss counts: such errors add up over heads, and grow with the context
+CHEAPEST = 1e-30  # nats per byte
 STEPS = 100  # halvings of the range of prices per byte
 
 Widths = tuple[tuple[int, ...], int]  # key_bits, value_bits
@@ -34,7 +36,8 @@ def fit(
     """Widths of every head, ``[layers][kv heads]``; None where a head should see sink and window alone.
 
     The least sum of ``profile``'s losses at which dense bytes over stored bytes are ``ratio`` or more: every head takes
-    the option of least ``loss + price * bytes``, and the price is the lowest that meets the ratio. Layers that were not
+    the option of least ``loss + price * bytes``, and the price is the lowest that meets the ratio. Being forgotten costs
+    ``FORGETTING`` times the loss that was measured. Layers that were not
     measured keep no blocks: their dense bytes do not count.
     """
     heads = [(layer, head) for layer in range(profile.num_layers) for head in range(profile.num_kv_heads)]
@@ -50,17 +53,19 @@ def fit(
         picks, total = {}, 0
         for at in heads:
             best = min(range(len(options)), key=lambda i: losses[at][i] + price * sizes[i])
-            if profile.drop_loss[at[0]][at[1]] <= losses[at][best] + price * sizes[best]:
+            if FORGETTING * profile.drop_loss[at[0]][at[1]] <= losses[at][best] + price * sizes[best]:
                 best = -1
             picks[at] = best
             total += sizes[best] if best >= 0 else 0
         return picks, total
 
-    low, high = 1e-30, 1e6  # nats per byte; everything is forgotten at the high end
+    low, high = CHEAPEST, 1e6  # everything is forgotten at the high end
     for _ in range(STEPS):
         price = (low * high) ** 0.5
         low, high = (price, high) if chosen(price)[1] > budget else (low, price)
-    picks = chosen(high)[0]
+    picks, stored = chosen(high)
+    if not stored and chosen(CHEAPEST)[1]:
+        raise ValueError(f"ratio {ratio:g} is out of reach at block_size={block_size}: every head would be forgotten")
     return tuple(
         tuple(None if picks[layer, head] < 0 else options[picks[layer, head]] for head in range(profile.num_kv_heads))
         for layer in range(profile.num_layers)

@@ -13,7 +13,7 @@ from synthetic import KEY_OPTIONS, VALUE_OPTIONS, profile_of
 
 import dkv
 from dkv import DKVConfig, HeadTier
-from dkv.allocation import block_bytes, fit, measured_heads, routed_heads
+from dkv.allocation import FORGETTING, block_bytes, fit, measured_heads, routed_heads
 from dkv.config import EVERY_BLOCK, PRESETS
 
 RATIOS = st.sampled_from([2, 2.5, 3, 4, 5.5, 6, 8, 11, 16])
@@ -25,7 +25,7 @@ def loss_of(profile, chosen):
     for layer, row in enumerate(chosen):
         for head, widths in enumerate(row):
             if widths is None:
-                total += profile.drop_loss[layer][head]
+                total += FORGETTING * profile.drop_loss[layer][head]
             else:
                 total += profile.key_loss[layer][head][profile.key_options.index(widths[0])]
                 total += profile.value_loss[layer][head][profile.value_options.index(widths[1])]
@@ -102,6 +102,10 @@ def test_at_the_bytes_that_it_takes_nothing_is_better(seed):
     table = np.array([(bytes_of(profile, x), loss_of(profile, x)) for x in every])
     found = set()
     for ratio in np.linspace(2, 16, 57):
+        if not any(0 < size <= 2 * 2 * 256 * 32 * 2 / ratio for size, _ in lower_hull(table)):
+            with pytest.raises(ValueError, match="every head would be forgotten"):
+                fit(profile, float(ratio), 256, 0)
+            continue
         chosen = fit(profile, float(ratio), 256, 0)
         found.add(chosen)
         taken, loss = bytes_of(profile, chosen), loss_of(profile, chosen)
