@@ -36,9 +36,9 @@ def fit(
     """Widths of every head, ``[layers][kv heads]``; None where a head should see sink and window alone.
 
     The least sum of ``profile``'s losses at which dense bytes over stored bytes are ``ratio`` or more: every head takes
-    the option of least ``loss + price * bytes``, and the price is the lowest that meets the ratio. Being forgotten costs
-    ``FORGETTING`` times the loss that was measured. Layers that were not
-    measured keep no blocks: their dense bytes do not count.
+    the option of least ``loss + price * bytes``, and the price is the lowest that meets the ratio. Being forgotten
+    costs ``FORGETTING`` times the loss that was measured. Layers that were not measured keep no blocks: their dense
+    bytes do not count.
     """
     heads = [(layer, head) for layer in range(profile.num_layers) for head in range(profile.num_kv_heads)]
     options: list[Widths] = [(key, value) for key in profile.key_options for value in profile.value_options]
