@@ -27,7 +27,7 @@ def fidelity(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
             x = [row["ratio"] for row in placed]
             y = [max(row[metric], SMALLEST_KL) for row in placed]
             bars = [min(row.get(f"{metric}_spread") or 0.0, 0.99 * kl) for row, kl in zip(placed, y, strict=True)]
-            style = {"linestyle": "none", "marker": marker, "color": color, "elinewidth": 0.8}
+            style: dict[str, Any] = {"linestyle": "none", "marker": marker, "color": color, "elinewidth": 0.8}
             axes.errorbar(x, y, yerr=bars, label=LABELS[kind], **style)
         for row in rows:
             if row["ratio"] is None:
