@@ -10,13 +10,9 @@ import json
 
 from dkv import DKVConfig, HeadProfile, HeadTier, models
 from dkv.benches import fidelity
+from dkv.sensitivity import KEY_OPTIONS
 
-ORDERED = {  # mean bits -> widths of the eighths of a key's channels, by importance
-    4.0: (6, 5, 5, 4, 4, 3, 3, 2),
-    3.0: (5, 4, 4, 3, 2, 2, 2, 2),
-    2.0: (4, 3, 2, 2, 2, 1, 1, 1),
-    1.0: (3, 2, 1, 1, 1, 0, 0, 0),
-}
+ORDERED = {sum(widths) / len(widths): widths for widths in KEY_OPTIONS}  # by mean bits
 
 
 def variants(profile: HeadProfile) -> dict[str, DKVConfig]:

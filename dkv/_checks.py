@@ -75,7 +75,7 @@ def check_config(config: Any, plain: bool = False) -> None:
     """``plain`` where one config stands for all heads that are given."""
     if not isinstance(config, DKVConfig):
         raise TypeError(f"config must be a DKVConfig, got {type(config).__qualname__}")
-    if plain and (config.tiers or config.ratio is not None):
+    if plain and config.splits_heads:
         raise ValueError(
             f"config has {'tiers' if config.tiers else 'a ratio'}: use cfg.head_groups(layer, num_kv_heads) "
             "and give each group's heads with its own config"

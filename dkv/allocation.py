@@ -80,6 +80,7 @@ def measured_heads(profile: HeadProfile) -> list[tuple[int, int]]:
 
 def routed_heads(profile: HeadProfile, share: float) -> tuple[tuple[bool, ...], ...]:
     """Whether a measured head is among the ``share`` of the highest scores, ties to the lower layer, then head."""
-    ranked = sorted((-profile.scores[layer][head], layer, head) for layer, head in measured_heads(profile))
-    chosen = {(layer, head) for _, layer, head in ranked[: round(share * len(ranked))]}
+    measured = set(measured_heads(profile))
+    ranked = [at for at in profile.ranked_heads() if at in measured]
+    chosen = set(ranked[: round(share * len(ranked))])
     return tuple(tuple((layer, head) in chosen for head in range(len(row))) for layer, row in enumerate(profile.scores))

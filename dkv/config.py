@@ -247,6 +247,11 @@ class DKVConfig:
 
     # head groups
 
+    @property
+    def splits_heads(self) -> bool:
+        """Whether heads differ in what is stored, so that only ``head_groups`` says how."""
+        return bool(self.tiers) or self.ratio is not None
+
     def with_profile(self, profile: HeadProfile) -> DKVConfig:
         """The same config with a profile, which tiers need."""
         if not isinstance(profile, HeadProfile):
@@ -276,7 +281,7 @@ class DKVConfig:
         ValueError
             When tiers have no profile, or the profile is of a model of another shape.
         """
-        if not self.tiers and self.ratio is None:
+        if not self.splits_heads:
             plain = self if self.profile is None else dataclasses.replace(self, profile=None)
             return (HeadGroup(tuple(range(num_kv_heads)), plain),)
         if self.profile is None:
@@ -318,14 +323,13 @@ class DKVConfig:
 
     def _tiers_of(self, profile: HeadProfile) -> list[list[int]]:
         """The tier of each head of the model, ``[layers][kv heads]``."""
-        ranked = [(-score, layer, head) for layer, row in enumerate(profile.scores) for head, score in enumerate(row)]
+        ranked = profile.ranked_heads()
         tier_of = [[len(self.tiers) - 1] * profile.num_kv_heads for _ in range(profile.num_layers)]
         start, share = 0, 0.0
-        ranked.sort()
         for index, tier in enumerate(self.tiers[:-1]):
             share += tier.share
             stop = min(round(share * len(ranked)), len(ranked))
-            for _, layer, head in ranked[start:stop]:
+            for layer, head in ranked[start:stop]:
                 tier_of[layer][head] = index
             start = stop
         return tier_of

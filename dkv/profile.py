@@ -135,6 +135,11 @@ class HeadProfile:
 
     # a model
 
+    def ranked_heads(self) -> list[tuple[int, int]]:
+        """Layer and number of every head by descending score, ties to the lower layer, then head."""
+        heads = [(layer, head) for layer in range(self.num_layers) for head in range(self.num_kv_heads)]
+        return sorted(heads, key=lambda at: -self.scores[at[0]][at[1]])
+
     def check_model(self, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
         """Refuse a model of another shape.
 

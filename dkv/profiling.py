@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
 from dkv import sensitivity
 from dkv._checks import check_count
-from dkv.integrations.transformers import FULL_ATTENTION, attention_forward, layer_kinds, model_shape
+from dkv.integrations.transformers import FULL_ATTENTION, attending, attention_forward, layer_kinds, model_shape
 from dkv.kernels.torch.decode import capped, softmax_with_sink
 from dkv.models import max_context
 from dkv.profile import HeadProfile, shipped_text
@@ -219,16 +218,12 @@ def repeat_scores(model: PreTrainedModel, passage: Sequence[int], start: int, le
 @contextlib.contextmanager
 def probed(model: PreTrainedModel, probe: Probe) -> Iterator[None]:
     """``model`` attends densely and tells ``probe`` inside the block, and attends as before after it."""
-    before = model.config._attn_implementation
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
     token = _PROBE.set(probe)
     try:
-        model.set_attn_implementation(NAME)
-        yield
+        with attending(model, NAME, _attention):
+            yield
     finally:
         _PROBE.reset(token)
-        model.set_attn_implementation(before)
 
 
 def _attention(

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import DynamicCache, PreTrainedModel
 
 from dkv.compress import compress_blocks, reconstruct_blocks
 from dkv.config import DKVConfig
-from dkv.integrations.transformers import FULL_ATTENTION, attention_forward, layer_kinds, model_shape
+from dkv.integrations.transformers import FULL_ATTENTION, attending, attention_forward, layer_kinds, model_shape
 from dkv.kernels.torch.decode import capped
 
 NAME = "dkv_sensitivity"
@@ -187,17 +186,13 @@ def _gradients(
 @contextlib.contextmanager
 def _attending(model: PreTrainedModel) -> Iterator[None]:
     """``model`` attends through this module inside the block, without gradients of its own weights."""
-    before = model.config._attn_implementation
     trained = [p for p in model.parameters() if p.requires_grad]
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
     try:
         for p in trained:
             p.requires_grad_(False)
-        model.set_attn_implementation(NAME)
-        yield
+        with attending(model, NAME, _attention):
+            yield
     finally:
-        model.set_attn_implementation(before)
         for p in trained:
             p.requires_grad_(True)
 

@@ -1,7 +1,9 @@
-"""Head profiles made up from scores and from what coarser storage is said to cost."""
+"""What tests of head groups share: made-up profiles, small models of three kv heads, changed cache files."""
 
 from __future__ import annotations
 
+import json
+import struct
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,31 @@ from dkv import HeadProfile
 
 KEY_OPTIONS = ((8, 8, 7, 6, 5, 5, 5, 4), (6, 5, 4, 4, 3, 2, 2, 2), (4, 3, 2, 2, 2, 1, 1, 1), (3, 2, 1, 1, 1, 0, 0, 0))
 VALUE_OPTIONS = (6, 4, 2, 1)
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
+
+
+def _llama() -> Any:
+    import transformers
+
+    return transformers.LlamaConfig(**SHAPE)
+
+
+def _gemma2() -> Any:
+    import transformers
+
+    return transformers.Gemma2Config(**SHAPE, sliding_window=40, query_pre_attn_scalar=8)
+
+
+MODELS = {"llama": _llama, "gemma2": _gemma2}  # transformers is needed only where one is made
 
 
 def profile_of(scores: Any, head_dim: int = 8, model: str = "tiny", seed: int = 0, **fields: Any) -> HeadProfile:
@@ -34,3 +61,15 @@ def profile_of(scores: Any, head_dim: int = 8, model: str = "tiny", seed: int = 
             **fields,
         }
     )
+
+
+def rewritten(path, change):
+    """The file with its header changed by ``change(metadata, entries)``."""
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    entries = json.loads(data[8 : 8 + size])
+    meta = json.loads(entries["__metadata__"]["dkv"])
+    change(meta, entries)
+    entries["__metadata__"]["dkv"] = json.dumps(meta)
+    header = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import struct
 import warnings
 
 import pytest
+from synthetic import rewritten
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -163,18 +162,6 @@ def test_finite_input_never_gives_infinity():
 
 
 # files
-
-
-def rewritten(path, change):
-    """The file with its header changed by ``change(metadata, entries)``."""
-    data = path.read_bytes()
-    (size,) = struct.unpack("<Q", data[:8])
-    entries = json.loads(data[8 : 8 + size])
-    meta = json.loads(entries["__metadata__"]["dkv"])
-    change(meta, entries)
-    entries["__metadata__"]["dkv"] = json.dumps(meta)
-    header = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
 
 
 def _rename(entries, old, new):

@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from synthetic import profile_of
+from synthetic import MODELS, profile_of
 
 from dkv import DKVConfig
 from dkv.config import HeadGroup
@@ -20,20 +20,6 @@ from dkv.cache import LayerCache  # noqa: E402
 from dkv.integrations.transformers import DKVCache, attach  # noqa: E402
 
 BASE = DKVConfig(block_size=16, window=24, sink_tokens=8, rank=0, router="keys")
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
-MODELS = {
-    "llama": lambda: transformers.LlamaConfig(**SHAPE),
-    "gemma2": lambda: transformers.Gemma2Config(**SHAPE, sliding_window=40, query_pre_attn_scalar=8),
-}
 KEPT = np.array([[1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0]])  # layer 2 keeps no block of any head
 SOME = dataclasses.replace(
     BASE,

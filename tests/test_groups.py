@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import struct
 import warnings
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import profile_of
+from synthetic import MODELS, profile_of, rewritten
 
 import dkv
 from dkv import DKVConfig, HeadTier
@@ -407,20 +406,6 @@ transformers = pytest.importorskip("transformers")
 
 from dkv.integrations.transformers import DKVCache, attach, detach  # noqa: E402
 
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
-MODELS = {
-    "llama": lambda: transformers.LlamaConfig(**SHAPE),
-    "gemma2": lambda: transformers.Gemma2Config(**SHAPE, sliding_window=40, query_pre_attn_scalar=8),
-}
 EXACT = DKVConfig(
     block_size=16,
     window=24,
@@ -543,17 +528,6 @@ def test_surgery_walks_every_group(case, tmp_path):
             cropped.crop(-60)
     cache.reset()
     assert cache.nbytes == 0 and all(layer.blocks == () for layer in cache.dkv_layers)
-
-
-def rewritten(path, change):
-    data = path.read_bytes()
-    (size,) = struct.unpack("<Q", data[:8])
-    entries = json.loads(data[8 : 8 + size])
-    meta = json.loads(entries["__metadata__"]["dkv"])
-    change(meta, entries)
-    entries["__metadata__"]["dkv"] = json.dumps(meta)
-    header = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
 
 
 def _renamed(entries, **to):

@@ -45,11 +45,7 @@ def default_variants(profile: HeadProfile | None = None) -> dict[str, DKVConfig]
 
     One with ``chunk_top_k`` routes; any other attends all of its blocks.
     """
-    variants = {
-        "paper R=128": DKVConfig.paper(num_residuals=128),
-        "paper R=64": DKVConfig.paper(num_residuals=64),
-        "default": DKVConfig(),
-    }
+    variants = recall.default_variants()
     if profile is not None:
         variants |= {name: DKVConfig.preset(name, profile) for name in FITTED}
     return variants
@@ -58,7 +54,7 @@ def default_variants(profile: HeadProfile | None = None) -> dict[str, DKVConfig]
 def routed_variants(profile: HeadProfile, top_k: int = 8) -> dict[str, DKVConfig]:
     """The preset "balanced" with all blocks, and with ``top_k`` blocks of its routed heads by every router.
 
-    Rank 32 takes its bytes from the widths: the ratio stays. ``share=1`` routes every head.
+    Rank 32 takes its bytes from the widths: the ratio stays.
     """
     whole = DKVConfig.preset("balanced", profile)
     picks: dict[str, dict[str, Any]] = {

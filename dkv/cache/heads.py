@@ -18,7 +18,7 @@ def check_groups(groups: Sequence[HeadGroup], config: DKVConfig) -> tuple[HeadGr
         raise ValueError(f"groups must name every kv head once, got {[list(group.heads) for group in groups]}")
     for group in groups:
         own = group.config
-        if not group.heads or (own and (own.tiers or own.ratio or own.block_size != config.block_size)):
+        if not group.heads or (own and (own.splits_heads or own.block_size != config.block_size)):
             raise ValueError("a group must have heads and a plain config of the cache's block_size")
     return groups
 

@@ -56,7 +56,7 @@ class LayerCache:
 
     def configure(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
         """Go on with other settings; those of the codec may differ only while no block is closed."""
-        if groups is None and (config.tiers or config.ratio is not None):
+        if groups is None and config.splits_heads:
             raise ValueError("config splits the heads: give its config.head_groups(layer, num_kv_heads) as groups")
         groups = None if groups is None else check_groups(groups, config)
         if any(self.block_counts):

@@ -58,10 +58,9 @@ def make_config(preset: str = "default", profile: str | None = None, model: str 
         config = DKVConfig.preset(preset, scores, **{name: x for name, x in settings.items() if x is not None})
     except (TypeError, ValueError) as error:
         raise CliError(f"bad setting: {error}") from error
-    split = bool(config.tiers) or config.ratio is not None
-    if split and scores is None:
+    if config.splits_heads and scores is None:
         raise CliError(f"preset {preset!r} needs --profile; `dkv profile MODEL -o FILE` makes one")
-    if scores is not None and not split:
+    if scores is not None and not config.splits_heads:
         err.print(f"preset {preset!r} treats all heads alike: --profile changes nothing")
     return config
 

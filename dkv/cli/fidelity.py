@@ -48,7 +48,7 @@ def fidelity(
     _common.check_writable(json_file)
     _check_plot(plot)
     more = _read_rows(add, tokens, starts)
-    content = _read_text(text)
+    content = None if text is None else _common.read_text(text)
     language_model, tokenizer = _common.load_model(model, dtype, device)
     from dkv.benches import fidelity as bench
     from dkv.benches import needle, plots
@@ -135,17 +135,6 @@ def _check_plot(path: Path | None) -> None:
         raise CliError(f"--plot must end in .png, .svg or .pdf, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise CliError('--plot needs matplotlib: pip install "dkv[plot]"')
-
-
-def _read_text(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CliError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise CliError(f"{path} is not UTF-8 text") from error
 
 
 def _read_rows(path: Path | None, tokens: int, offsets: list[int]) -> list[dict[str, Any]]:

@@ -75,7 +75,6 @@ def _table(made: HeadProfile) -> Table:
     table = Table(title=f"Heads that go back to an earlier copy ({made.model})")
     for column in ("layer", "kv head", "score"):
         table.add_column(column, justify="right")
-    heads = [(-score, layer, head) for layer, row in enumerate(made.scores) for head, score in enumerate(row)]
-    for score, layer, head in sorted(heads)[:TOP]:
-        table.add_row(str(layer), str(head), f"{-score:.3f}")
+    for layer, head in made.ranked_heads()[:TOP]:
+        table.add_row(str(layer), str(head), f"{made.scores[layer][head]:.3f}")
     return table

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@contextlib.contextmanager
+def attending(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """``model`` attends through ``function``, with transformers' own mask, inside the block and as before after it."""
+    before = model.config._attn_implementation
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """The kind of every layer of a model, and what its cache of transformers takes."""
     kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
@@ -91,7 +105,7 @@ def _head_groups(config: DKVConfig, model_config: PreTrainedConfig) -> list[tupl
     shape = model_shape(model_config)
     if config.profile is not None:
         config.profile.check_model(*shape)
-    if not config.tiers and config.ratio is None:
+    if not config.splits_heads:
         return [None] * len(kinds)
     return [config.head_groups(layer, shape[1]) if kind == FULL_ATTENTION else None for layer, kind in enumerate(kinds)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -114,11 +116,7 @@ def _lowrank(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
 
 def _keys(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
     """Blocks that keep every row: the anchor and the residual rows."""
-    every = Selected(blocks, None)
-    anchor = q @ every.per_head("anchor_k", q.dtype).mT * sm_scale  # [B, H, M, N]
-    if blocks.num_residuals == 0:
-        return anchor
-    return torch.logaddexp(anchor, residual_logits(q, blocks, every, sm_scale).logsumexp(-1).transpose(2, 3))
+    return _stored_rows(q, blocks, sm_scale, torch.logsumexp, torch.logaddexp)
 
 
 def _minmax(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
@@ -129,8 +127,19 @@ def _minmax(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
 
 
 def _residual(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
+    return _stored_rows(q, blocks, sm_scale, torch.amax, torch.maximum)
+
+
+def _stored_rows(
+    q: Tensor,
+    blocks: CompressedBlocks,
+    sm_scale: float,
+    over_rows: Callable[[Tensor, int], Tensor],
+    join: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The anchor's logit joined with that of the residual rows, ``[B, H, M, N]``."""
     every = Selected(blocks, None)
-    best = q @ every.per_head("anchor_k", q.dtype).mT * sm_scale  # [B, H, M, N]
+    anchor = q @ every.per_head("anchor_k", q.dtype).mT * sm_scale
     if blocks.num_residuals == 0:
-        return best
-    return torch.maximum(best, residual_logits(q, blocks, every, sm_scale).amax(-1).transpose(2, 3))
+        return anchor
+    return join(anchor, over_rows(residual_logits(q, blocks, every, sm_scale), -1).transpose(2, 3))
