@@ -133,8 +133,9 @@ def measure(
         k, v = (part[:, :, middle].float() for part in (stored.keys, stored.values))
         weight = found.channel_weight[layer].to(k.device)
         for number in range(max(len(KEY_OPTIONS), len(VALUE_OPTIONS))):
-            key, value = min(number, len(KEY_OPTIONS) - 1), min(number, len(VALUE_OPTIONS) - 1)
-            config = DKVConfig(block_size=BLOCK, rank=0, key_bits=KEY_OPTIONS[key], value_bits=VALUE_OPTIONS[value])
+            key_bits = KEY_OPTIONS[number] if number < len(KEY_OPTIONS) else (0,) * 8
+            value_bits = VALUE_OPTIONS[number] if number < len(VALUE_OPTIONS) else 0
+            config = DKVConfig(block_size=BLOCK, rank=0, key_bits=key_bits, value_bits=value_bits)
             k2, v2 = reconstruct_blocks(compress_blocks(k, v, config=config, channel_weight=weight))
             for share, (keys, values, gates, count) in zip(shares, gradients):
                 if number < len(KEY_OPTIONS):
@@ -222,9 +223,11 @@ def _attention(
     sink = options.get("s_aux")
     extra = None if sink is None else sink.float().view(heads, -1, 1, 1).expand(*logits.shape[:3], 1)
     whole = _weights(logits, extra) @ v[:, None]
-    near = torch.cat([logits[..., : middle.start], logits[..., middle.stop :]], dim=-1)
-    local = _weights(near, extra) @ torch.cat([v[:, : middle.start], v[:, middle.stop :]], dim=1)[:, None]
-    out = whole + tape.gate[layer][:, None, None, None] * (local - whole)  # the gate's gradient prices its being shut
+    with torch.no_grad():  # an open gate passes no gradient to what lies behind it
+        near = torch.cat([logits[..., : middle.start], logits[..., middle.stop :]], dim=-1)
+        local = _weights(near, extra) @ torch.cat([v[:, : middle.start], v[:, middle.stop :]], dim=1)[:, None]
+        shut = local - whole
+    out = whole + tape.gate[layer][:, None, None, None] * shut  # the gate's gradient prices its being shut
     return out.flatten(0, 1)[None].transpose(1, 2).to(query.dtype).contiguous(), None
 
 
