@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ BACKENDS = {
     "mlx": ("mlx", "dkv.kernels.mlx"),
 }
 DEFAULTS = {"numpy": "reference", "torch": "torch", "mlx": "mlx"}
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # drivers of NVIDIA, AMD and WSL
 
 
 def library_of(array: Any) -> str:
@@ -30,7 +32,13 @@ def unavailable_reason(backend: str) -> str | None:
     needed = "triton" if backend == "triton" else library
     if importlib.util.find_spec(needed) is None:
         return f'{needed} is not installed: pip install "dkv[{backend}]"'
+    if backend == "triton" and not _interpreted() and not any(os.path.exists(path) for path in GPU_FILES):
+        return "no GPU was found; set TRITON_INTERPRET=1 before Python starts to run its kernels on the CPU, slowly"
     return None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
 def available_backends() -> dict[str, str | None]:
@@ -62,13 +70,20 @@ def resolve(backend: str | None, **arrays: Any) -> str:
     if len(set(given.values())) > 1:
         raise TypeError(f"arrays must come from one library, got {given}")
     library = next(iter(given.values()))
-    chosen = backend or DEFAULTS[library]
+    chosen = backend or _default(library, next(array for array in arrays.values() if array is not None))
     if BACKENDS[chosen][0] != library:
         raise TypeError(f"backend {chosen!r} takes {BACKENDS[chosen][0]} arrays, got {library}")
     reason = unavailable_reason(chosen)
     if reason is not None:
         raise ImportError(f"backend {chosen!r} is not available: {reason}")
     return chosen
+
+
+def _default(library: str, array: Any) -> str:
+    """GPU tensors go to the Triton kernels where Triton is installed."""
+    if library == "torch" and array.device.type == "cuda" and unavailable_reason("triton") is None:
+        return "triton"
+    return DEFAULTS[library]
 
 
 def op_module(backend: str, op: str) -> ModuleType:
