@@ -34,6 +34,7 @@ __all__ = [
     "reconstruct_blocks",
     "residual_attention",
     "route_blocks",
+    "stored_parts",
 ]
 
 _DEFAULT = DKVConfig()

@@ -1,0 +1,246 @@
+"""Compile a launch for a target without a GPU, and read from the result what a GPU would run."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import re
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from bench.launches import Launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx90a": 64 << 10, "gfx942": 64 << 10}
+CONSUMER_SHARED = 99 << 10  # of GPUs such as RTX 3090 and 4090
+MATRIX = {"cuda": r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)\b[\w.:]*", "hip": r"\bv_mfma_\w+"}
+LOADS = {
+    "cuda": r"\bld\.global[\w.:]*",
+    "hip": r"\b(?:global|buffer|flat)_load_\w+",
+}
+WIDTHS = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4}
+
+
+class Specialised(NamedTuple):
+    """A launch as the JIT tells launches apart: what has the same ``key`` runs the same code."""
+
+    key: str
+    source: ASTSource
+    options: dict[str, Any]
+
+
+def specialised(launch: Launch, target: GPUTarget) -> Specialised:
+    """Signature, constants and attributes that the JIT would compile this launch with."""
+    kernel, backend = launch.kernel, make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, rest = binder(*launch.arguments, **launch.options)
+    packed = kernel._pack_args(backend, dict(launch.options), bound, specialization, rest)
+    options, signature, constants, attributes = packed
+    source = ASTSource(kernel, signature, constants, attributes)
+    warps = {name: launch.options[name] for name in ("num_warps", "num_stages")}
+    return Specialised(f"{launch.name} {specialization} {warps}", source, options.__dict__)
+
+
+def compiled(job: Specialised, target: str) -> dict[str, Any]:
+    """Registers, spills, shared memory, instructions and address arithmetic of one kernel.
+
+    ``failures`` names what must not be; it holds the compiler's message where there is no kernel.
+    """
+    knobs.nvidia.dump_ptxas_log = True
+    log, start = io.StringIO(), time.perf_counter()
+    try:
+        with contextlib.redirect_stdout(log), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = triton.compile(job.source, target=TARGETS[target], options=job.options)
+    except Exception as error:  # whatever the compiler says is the finding
+        message = [line for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+        return {"failures": ["does not compile: " + " ".join(message)[:600]]}
+    kind = TARGETS[target].backend
+    code = made.asm["ptx" if kind == "cuda" else "amdgcn"]
+    row = cuda_resources(log.getvalue()) if kind == "cuda" else hip_resources(code)
+    row["seconds"] = round(time.perf_counter() - start, 2)
+    row["shared"] = int(made.metadata.shared)
+    row["dots"] = dots(made.asm["ttir"])
+    row["matrix"] = instructions(code, MATRIX[kind])
+    row["dots_without_matrix_unit"] = plain_dots(made.asm["ttgir"])
+    row["tf32"] = "tf32" in code or "inputPrecision = tf32" in made.asm["ttir"]
+    row["loads"] = load_widths(code, kind)
+    row["narrow_addresses"] = narrow_addresses(made.asm["ttir"])
+    row["failures"] = failures(row, target)
+    return row
+
+
+def failures(row: dict[str, Any], target: str) -> list[str]:
+    found = []
+    if row["spills"]:
+        found.append(f"spills {row['spills']}")
+    if row["shared"] > SHARED[target]:
+        found.append(f"{row['shared']} bytes of shared memory, {target} has {SHARED[target]}")
+    narrow = sum(count for dtype, count in row["dots"].items() if dtype not in ("f32", "f64"))
+    if row["dots_without_matrix_unit"] or (narrow and not row["matrix"]):
+        found.append(f"{row['dots_without_matrix_unit'] or narrow} dots without a matrix instruction")
+    if row["tf32"]:
+        found.append("tf32")
+    if row["narrow_addresses"]:
+        found.append(f"32-bit addresses: {'; '.join(row['narrow_addresses'][:3])}")
+    return found
+
+
+def cuda_resources(log: str) -> dict[str, Any]:
+    """From what ``ptxas -v`` says."""
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if registers is None or spills is None:
+        raise RuntimeError(f"ptxas said nothing of registers: {log[:300]!r}")
+    return {"registers": int(registers[1]), "stack": int(spills[1]), "spills": int(spills[2]) + int(spills[3])}
+
+
+def hip_resources(code: str) -> dict[str, Any]:
+    """From the metadata of the assembly. Spills count registers; scalar ones go to lanes of vector registers."""
+
+    def value(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", code)
+        if found is None:
+            raise RuntimeError(f"the assembly does not say {name}")
+        return int(found[1])
+
+    names = {"registers": "vgpr_count", "scalar_registers": "sgpr_count", "stack": "private_segment_fixed_size"}
+    row = {name: value(field) for name, field in names.items()}
+    accumulators = re.search(r"\.agpr_count:\s+(\d+)", code)
+    row["accumulators"] = int(accumulators[1]) if accumulators else 0
+    row["scalar_spills"] = value("sgpr_spill_count")
+    row["spills"] = value("vgpr_spill_count")
+    return row
+
+
+def instructions(code: str, pattern: str) -> dict[str, int]:
+    return dict(collections.Counter(found.group(0) for found in re.finditer(pattern, code)))
+
+
+def dots(ttir: str) -> dict[str, int]:
+    """Dots by the element type of their left operand."""
+    return dict(collections.Counter(re.findall(r"tt\.dot .*?: tensor<(?:\d+x)+([a-z]\w*?)>", ttir)))
+
+
+def plain_dots(ttgir: str) -> int:
+    """Dots of 16-bit operands that were laid out for multiply-add, not for the matrix unit."""
+    blocked = set(re.findall(r"(#\w+) = #ttg\.blocked<", ttgir))
+    found = re.findall(r"tt\.dot .*?: tensor<(?:\d+x)+(\w+), .*? -> tensor<(?:\d+x)+\w+, (#\w+)>", ttgir)
+    return sum(dtype in ("f16", "bf16") and layout in blocked for dtype, layout in found)
+
+
+def load_widths(code: str, kind: str) -> dict[str, int]:
+    """Global loads by the bytes that one thread takes."""
+    widths: collections.Counter[int] = collections.Counter()
+    for found in re.finditer(LOADS[kind], code):
+        widths[_width(found.group(0), kind)] += 1
+    for found in re.finditer(r"cp\.async\.c[ag]\.shared\.global[\w.:]* \[[^]]*\], \[[^]]*\], (\w+)", code):
+        widths[int(found[1], 0)] += 1
+    return {str(width): widths[width] for width in sorted(widths, reverse=True)}
+
+
+def _width(name: str, kind: str) -> int:
+    if kind == "cuda":
+        vector, bits = re.search(r"\.v(\d)", name), re.search(r"\.[busf](\d+)$", name)
+        return (int(vector[1]) if vector else 1) * int(bits[1] if bits else 0) // 8
+    kind_of = name.split("_load_")[1]
+    for word, width in WIDTHS.items():
+        if kind_of.startswith(word):
+            times = re.search(r"x(\d)", kind_of)
+            return width * (int(times[1]) if times else 1)
+    raise ValueError(f"a load of unknown width: {name}")
+
+
+# addresses
+
+_DEF = re.compile(r"^\s*(%[\w]+)(?::\d+)? = (?:\"?)([\w.]+)\"?(.*)$")
+_BOUNDED = ("tt.make_range", "arith.constant")
+_THROUGH = (
+    *("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "tt.unsplat", "tt.join", "tt.cat"),
+    *("arith.addi", "arith.subi", "arith.muli", "arith.shli", "arith.divsi", "arith.divui", "arith.remsi"),
+    *("arith.minsi", "arith.maxsi", "arith.xori", "arith.ori", "arith.select", "arith.shrsi", "arith.shrui"),
+)
+_PART_OF = ("arith.andi", "arith.remsi", "arith.remui")  # with a constant: below it
+
+
+class _Defs:
+    """Definitions of a TTIR module by name, and what they depend on."""
+
+    def __init__(self, ttir: str):
+        self.defs: dict[str, tuple[str, list[str], str]] = {}
+        self.lines: list[str] = ttir.splitlines()
+        for line in self.lines:
+            found = _DEF.match(line)
+            if found:
+                name, op, rest = found.groups()
+                self.defs[name] = (op, re.findall(r"%[\w]+", rest), rest)
+
+    def bounded(self, name: str) -> bool:
+        """Whether a value is made of constants and ranges alone, so that compile time knows how large it is."""
+        if name not in self.defs:
+            return False
+        op, operands, rest = self.defs[name]
+        if op in _BOUNDED:
+            return True
+        if op in _PART_OF and any(self.constant(operand) for operand in operands[-1:]):
+            return True
+        if op in ("arith.extui", "arith.extsi", "arith.trunci") and re.search(r": (?:tensor<[\dx]*)?i(1|8|16)\b", rest):
+            return True
+        return op in _THROUGH and bool(operands) and all(self.bounded(operand) for operand in operands)
+
+    def constant(self, name: str) -> bool:
+        if name not in self.defs:
+            return False
+        op, operands, _ = self.defs[name]
+        return op == "arith.constant" or (op == "tt.splat" and all(self.constant(operand) for operand in operands))
+
+    def products(self, name: str, seen: set[str]) -> list[str]:
+        """32-bit products of two numbers that compile time does not know, on the way to ``name``."""
+        if name in seen or name not in self.defs:
+            return []
+        seen.add(name)
+        op, operands, _ = self.defs[name]
+        if op.startswith("scf."):  # what its region yields is not followed: any product may be it
+            return [product for other in self.defs for product in self._product(other)]
+        found = self._product(name)
+        if op in (*_THROUGH, "arith.extsi", "arith.extui"):
+            for operand in operands:
+                found += self.products(operand, seen)
+        return found
+
+    def _product(self, name: str) -> list[str]:
+        op, operands, rest = self.defs[name]
+        wide = op != "arith.muli" or re.search(r": (?:tensor<[\dx]*)?i32\b", rest) is None
+        return [] if wide or any(map(self.bounded, operands)) else [f"{name} = {op} {' '.join(operands)}"]
+
+
+def narrow_addresses(ttir: str) -> list[str]:
+    """Offsets of pointers that 32 bits may not hold.
+
+    An offset of type i32 must be made of constants and ranges alone. One of type i64 must not come from a 32-bit
+    product of two numbers that are known at run time only, such as a program id times a stride.
+    """
+    defs, found = _Defs(ttir), []
+    for line in defs.lines:
+        pointer = re.search(r"tt\.addptr (%[\w#]+), (%[\w]+)[\w#]* : [^,]+, (?:tensor<[\dx]*)?(i32|i64)\b", line)
+        if pointer is None:
+            continue
+        base, offset, width = pointer.groups()
+        if width == "i32" and not defs.bounded(offset):
+            found.append(f"{base} + {offset} (i32)")
+        found += defs.products(offset, set())
+    return found
