@@ -1,0 +1,286 @@
+"""What the kernels share: products in float32, rounding, the running softmax, and logits of stored rows.
+
+Codes are multiplied as they are stored. A code of place ``s`` of the stored order is put together from its parts, whole
+fields of some bytes; a row's logit is then the anchor's, a constant of its scale group, and one product of the codes
+with queries that carry the scales. No row is decoded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dkv.types import CompressedBlocks, code_bytes, code_parts
+
+from ._launch import INTERPRETED, power_of_two
+
+ON_CPU = tl.constexpr(INTERPRETED)
+NONE = tl.constexpr(-math.inf)  # the logit of a row that is not there
+WIDEST_LOAD = 16  # bytes that one thread takes at a time
+
+
+class Codes(NamedTuple):
+    """Where the codes of a row lie.
+
+    Attributes
+    ----------
+    table : Tensor [planes, width], int32
+        For each plane and place: byte, ``shift << 16``, ``field bits << 20``, ``left << 24``; a place has one plane for
+        each part of its code. Read where ``bits`` is -1.
+    bits : int
+        Width of all codes where they are equally wide, else -1.
+    planes : int
+        Most parts of a code; 0 where nothing is coded.
+    vector : int
+        Places that lie in as many consecutive bytes, by the table.
+    row_bytes : int
+        Bytes of a row.
+    """
+
+    table: Tensor
+    bits: int
+    planes: int
+    vector: int
+    row_bytes: int
+
+
+@functools.lru_cache(maxsize=256)
+def code_layout(segments: tuple[tuple[int, int], ...], width: int, device: torch.device) -> Codes:
+    """Layout of rows of codes whose places are padded to ``width``; see the law, "Packing"."""
+    planes = max((len(code_parts(bits)) for _, bits in segments), default=0)
+    row_bytes = code_bytes(segments)
+    steps = [count for count, _ in segments]
+    steps += [-(-count * part // 8) for count, bits in segments for part in code_parts(bits)]
+    vector = math.gcd(WIDEST_LOAD, *steps)
+    entries = [[place % vector for place in range(width)] for _ in range(max(planes, 1))]
+    start = byte = 0
+    for count, bits in segments:
+        left = bits
+        for plane, part in enumerate(code_parts(bits)):
+            left -= part
+            size = -(-count * part // 8)
+            for channel in range(count):
+                where = byte + channel % size | part * (channel // size) << 16
+                entries[plane][start + channel] = where | part << 20 | left << 24
+            byte += size
+        start += count
+    table = torch.tensor(entries, dtype=torch.int32, device=device)
+    return Codes(table, segments[0][1] if len(segments) == 1 else -1, planes, vector, row_bytes)
+
+
+def key_codes(blocks: CompressedBlocks) -> Codes:
+    """Layout of the coded keys, padded as heads are."""
+    dim = blocks.head_dim
+    return code_layout(blocks.format.key_segments(dim), power_of_two(dim, 16), blocks.anchor_k.device)
+
+
+def value_codes(blocks: CompressedBlocks) -> Codes:
+    """Layout of the coded values, padded as heads are."""
+    dim = blocks.head_dim_v
+    return code_layout(blocks.format.value_segments(dim), power_of_two(dim, 16), blocks.anchor_v.device)
+
+
+@triton.jit
+def dot(a, b, DOT: tl.constexpr):
+    """``a [M, K]`` float32 times ``b [K, N]``, which is exact in ``DOT``; float32.
+
+    In 16 bits ``a`` goes in as two numbers, so that its rounding stays near float32's.
+    """
+    if tl.float32 == DOT:
+        return tl.dot(a, b.to(tl.float32), input_precision="ieee")
+    else:
+        b = b.to(DOT)
+        if tl.float16 == DOT:
+            top = tl.max(tl.abs(a), 1).to(tl.int32, bitcast=True) >> 23  # exponents, biased by 127
+            top = tl.minimum(tl.maximum(top, 1), 253)
+            a = a * ((254 - top) << 23).to(tl.float32, bitcast=True)[:, None]
+            high = a.to(DOT)
+            both = tl.dot(high, b) + tl.dot((a - high.to(tl.float32)).to(DOT), b)
+            return both * (top << 23).to(tl.float32, bitcast=True)[:, None]
+        else:
+            high = a.to(DOT)
+            return tl.dot((a - high.to(tl.float32)).to(DOT), b, tl.dot(high, b))
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """Float32 ``x`` in ``DTYPE``, to nearest even; what lies beyond its range becomes its largest number."""
+    if tl.bfloat16 == DTYPE or tl.float16 == DTYPE:
+        MOST: tl.constexpr = 65504.0 if tl.float16 == DTYPE else 3.3895313892515355e38
+        x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+    if ON_CPU and tl.bfloat16 == DTYPE:  # the interpreter cuts bits off
+        bits = x.to(tl.int32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, even.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def capped(logits, softcap, SOFTCAP: tl.constexpr):
+    """``softcap * tanh(logits / softcap)`` where ``SOFTCAP``."""
+    if SOFTCAP:
+        x = logits / softcap
+        square = x * x
+        small = 1 + square * (-0.33333334 + square * (0.13333334 + square * (-0.053968254 + square * 0.021869488)))
+        decay = tl.exp(-2 * tl.abs(x))
+        large = (1 - decay) / (1 + decay)
+        logits = softcap * tl.where(square < 0.0625, x * small, tl.where(x < 0, -large, large))
+    return logits
+
+
+@triton.jit
+def softmax_step(peak, total, logits):
+    """Join ``logits [M, R]``, -inf where masked, to a running softmax.
+
+    Returns the new ``peak`` and ``total [M]``, what the sums so far are multiplied by ``[M]``, and the weights
+    ``[M, R]``.
+    """
+    new = tl.maximum(peak, tl.max(logits, 1))
+    base = tl.where(new == NONE, 0.0, new)
+    weight = tl.exp(logits - base[:, None])
+    keep = tl.exp(peak - base)
+    return new, total * keep + tl.sum(weight, 1), keep, weight
+
+
+@triton.jit
+def softmax_step_one(peak, total, logit):
+    """As :func:`softmax_step` with one logit a row, ``[M]``."""
+    new = tl.maximum(peak, logit)
+    base = tl.where(new == NONE, 0.0, new)
+    weight = tl.exp(logit - base)
+    keep = tl.exp(peak - base)
+    return new, total * keep + weight, keep, weight
+
+
+@triton.jit
+def load_columns(start, live, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows at the pointers ``start [M]``, ``[M, WIDTH]`` in float32, zero beyond ``live`` and ``DIM``."""
+    column = tl.arange(0, WIDTH)
+    keep = live[:, None] & (column < DIM)[None, :]
+    return tl.load(start[:, None] + column[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_ordered(start, live, stride, order, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """As :func:`load_columns`, column ``s`` from the channel at ``order + s``, the stored order."""
+    column = tl.arange(0, WIDTH)
+    channel = tl.load(order + column, mask=column < DIM, other=0).to(tl.int64)
+    keep = live[:, None] & (column < DIM)[None, :]
+    return tl.load(start[:, None] + channel[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_vector(start, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """``DIM`` numbers as float32 ``[WIDTH]``, zero beyond."""
+    column = tl.arange(0, WIDTH)
+    return tl.load(start + column, mask=(column < DIM) & live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _equal_part(row, keep, DIM: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """The part of ``PART`` bits of codes of ``BITS`` bits, in its place within the code."""
+    BYTES: tl.constexpr = (DIM * PART + 7) // 8
+    WIDER: tl.constexpr = BITS & (16 - 2 * PART)
+    FIRST: tl.constexpr = (
+        ((WIDER >> 3) & 1) * DIM + ((WIDER >> 2) & 1) * ((DIM + 1) // 2) + ((WIDER >> 1) & 1) * ((DIM + 3) // 4)
+    )
+    place = tl.arange(0, WIDTH)
+    field = tl.load(row + (FIRST + place % BYTES)[None, :], mask=keep, other=0).to(tl.int32)
+    field = (field >> ((PART * (place // BYTES)) & 7)[None, :]) & ((1 << PART) - 1)
+    return field << (BITS & (PART - 1))
+
+
+@triton.jit
+def load_codes(
+    start,
+    rows,
+    live,
+    table,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+):
+    """Codes ``[R, WIDTH]`` int32 of ``rows [R]`` from ``start``, in stored order; zero beyond ``live`` and ``DIM``."""
+    place = tl.arange(0, WIDTH)
+    row = start + rows.to(tl.int64)[:, None] * ROW_BYTES
+    keep = live[:, None] & (place < DIM)[None, :]
+    codes = tl.zeros([rows.shape[0], WIDTH], tl.int32)
+    if BITS >= 0:
+        if BITS & 8:
+            codes |= _equal_part(row, keep, DIM, BITS, 8, WIDTH)
+        if BITS & 4:
+            codes |= _equal_part(row, keep, DIM, BITS, 4, WIDTH)
+        if BITS & 2:
+            codes |= _equal_part(row, keep, DIM, BITS, 2, WIDTH)
+        if BITS & 1:
+            codes |= _equal_part(row, keep, DIM, BITS, 1, WIDTH)
+    else:
+        for plane in tl.static_range(PLANES):
+            entry = tl.load(table + plane * WIDTH + place)
+            byte = tl.max_contiguous(tl.multiple_of(entry & 0xFFFF, VECTOR), VECTOR)
+            field = tl.load(row + byte[None, :], mask=keep, other=0).to(tl.int32)
+            field = (field >> ((entry >> 16) & 7)[None, :]) & ((1 << ((entry >> 20) & 15)) - 1)[None, :]
+            codes |= field << ((entry >> 24) & 7)[None, :]
+    return codes
+
+
+@triton.jit
+def code_queries(q, scale, low, unit, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Queries ``[M, WIDTH]`` that meet the codes of one scale group, and the constant ``[M]`` of its rows' logits.
+
+    ``q [M, WIDTH]`` is in stored order and carries the logit scale; ``scale`` and ``low`` point to the group's
+    float16 numbers. The logit of a row is the anchor's, the constant and the product of the queries with its codes.
+    """
+    column = tl.arange(0, WIDTH)
+    step = tl.load(scale + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
+    bias = tl.load(low + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
+    return q * step[None, :], tl.sum(q * bias[None, :], 1)
+
+
+@triton.jit
+def rank_queries(
+    q,
+    basis,
+    basis_scale,
+    unit,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``q [M, WIDTH]`` in the rank space of a block, ``[M, RANKS]``; ``basis`` points to ``[RANK, DIM]``."""
+    rank, column = tl.arange(0, RANKS), tl.arange(0, WIDTH)
+    inside = (rank < RANK)[:, None] & (column < DIM)[None, :]
+    rows = tl.load(basis + rank[:, None] * DIM + column[None, :], mask=inside, other=0)
+    result = dot(q, tl.trans(rows), DOT) * unit
+    if SCALED:
+        result *= tl.load(basis_scale + rank, mask=rank < RANK, other=0.0)[None, :]
+    return result
+
+
+@triton.jit
+def load_u(u, rows, live, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Stored rows of ``u``, ``[R, RANKS]`` in their own dtype."""
+    rank = tl.arange(0, RANKS)
+    inside = live[:, None] & (rank < RANK)[None, :]
+    return tl.load(u + rows[:, None] * RANK + rank[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def is_kept(rows, positions, COUNT: tl.constexpr, COUNTS: tl.constexpr):
+    """Which of ``rows [R]`` are among the ``COUNT`` residual positions of a block."""
+    place = tl.arange(0, COUNTS)
+    kept = tl.load(positions + place, mask=place < COUNT, other=0).to(tl.int32)
+    same = (rows[:, None] == kept[None, :]) & (place < COUNT)[None, :]
+    return tl.sum(same.to(tl.int32), 1) > 0
