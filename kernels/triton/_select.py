@@ -12,6 +12,7 @@ from torch import Tensor
 from ._launch import launch, power_of_two
 
 REGISTERS = 16384  # scores that one program holds
+RANKED = tl.constexpr(128)  # blocks that are ranked pair by pair
 LONGEST = 64  # steps that one program takes before its work is spread over more
 
 
@@ -64,28 +65,12 @@ def _keys(score, slots, count, head, tail):
 
 
 @triton.jit
-def _reached(keys, prefix, shift, RADIX_BITS: tl.constexpr):
-    """How many keys are at least the prefix with each digit at ``shift``."""
-    digits = tl.arange(0, 1 << RADIX_BITS).to(tl.uint32)
-    least = prefix | (digits << shift)
-    return tl.sum((keys[None, :] >= least[:, None]).to(tl.int32), axis=1)
-
-
-@triton.jit
-def _place(out, slots, keys, threshold, spare, above_before, equal_before):
-    """Store the chosen slots of a tile, ascending; counts of what came before, this tile included."""
-    above, equal = (keys > threshold).to(tl.int32), (keys == threshold).to(tl.int32)
-    rank = above_before + tl.cumsum(above, axis=0) - above
-    tie = equal_before + tl.cumsum(equal, axis=0) - equal
-    chosen = (above > 0) | ((equal > 0) & (tie < spare))
-    tl.store(out + rank + tl.minimum(tie, spare), slots, mask=chosen)
-    return above_before + tl.sum(above, axis=0), equal_before + tl.sum(equal, axis=0)
-
-
-@triton.jit
-def _fill(out, slots, wanted, width, BLOCK: tl.constexpr):
+def _place(out, slots, chosen, wanted, width, BLOCK: tl.constexpr):
+    """Store the chosen slots, ascending, and -1 after them."""
+    rank = tl.cumsum(chosen, axis=0) - chosen
+    tl.store(out + rank, slots, mask=chosen > 0)
     for start in range(0, width, BLOCK):
-        place = start + slots
+        place = start + tl.arange(0, BLOCK)
         tl.store(out + place, tl.full([BLOCK], -1, tl.int32), mask=(place >= wanted) & (place < width))
 
 
@@ -133,17 +118,22 @@ def _softmax_select_kernel(
         share += tl.sum(tl.max(tl.reshape(weight, [HEADS, QUERIES, BLOCK]), axis=0), axis=0)
     share = share / tl.maximum(number, 1).to(tl.float32)
     keys = _keys(share, slots, count, head, tail)
-    threshold = tl.full([1], 0, tl.uint32)
-    for step in range(32 // RADIX_BITS):
-        shift = 32 - RADIX_BITS * (step + 1)
-        reached = _reached(keys, threshold, shift, RADIX_BITS)
-        digit = tl.sum((reached >= wanted).to(tl.int32), axis=0) - 1
-        threshold = threshold | (digit.to(tl.uint32) << shift)
-    spare = wanted - tl.sum((keys > threshold).to(tl.int32), axis=0)
+    if BLOCK <= RANKED:
+        better = (keys[:, None] > keys[None, :]) | ((keys[:, None] == keys[None, :]) & (slots[:, None] < slots[None, :]))
+        chosen = ((tl.sum(better.to(tl.int32), axis=0) < wanted) & (slots < count)).to(tl.int32)
+    else:
+        threshold = tl.full([1], 0, tl.uint32)
+        digits = tl.arange(0, 1 << RADIX_BITS).to(tl.uint32)
+        for step in range(32 // RADIX_BITS):
+            least = threshold | (digits << (32 - RADIX_BITS * (step + 1)))
+            reached = tl.sum((keys[None, :] >= least[:, None]).to(tl.int32), axis=1)
+            # the largest number that as many keys reach as are wanted
+            threshold = tl.max(tl.where(reached >= wanted, least, 0), axis=0, keep_dims=True)
+        above, equal = (keys > threshold).to(tl.int32), (keys == threshold).to(tl.int32)
+        tie = tl.cumsum(equal, axis=0) - equal
+        chosen = above | (equal & (tie < wanted - tl.sum(above, axis=0)).to(tl.int32))
     for copy in range(repeat):
-        row = out + (problem * repeat + copy) * width
-        _place(row, slots, keys, threshold, spare, 0, 0)
-        _fill(row, slots, wanted, width, BLOCK)
+        _place(out + (problem * repeat + copy) * width, slots, chosen, wanted, width, BLOCK)
 
 
 @triton.jit
@@ -211,14 +201,16 @@ def _select_kernel(
     count, head, tail, wanted = _bounds(problem, counts, tails, total, per, top_k, sink, recent, GROW)
     base = shares + problem * total
     threshold = tl.full([1], 0, tl.uint32)
+    digits = tl.arange(0, 1 << RADIX_BITS).to(tl.uint32)
     for step in range(32 // RADIX_BITS):
-        shift = 32 - RADIX_BITS * (step + 1)
+        least = threshold | (digits << (32 - RADIX_BITS * (step + 1)))
         reached = tl.zeros([1 << RADIX_BITS], tl.int32)
         for start in range(0, count, BLOCK):
             score = tl.load(base + start + slots, mask=start + slots < count, other=0.0)
-            reached += _reached(_keys(score, start + slots, count, head, tail), threshold, shift, RADIX_BITS)
-        digit = tl.sum((reached >= wanted).to(tl.int32), axis=0) - 1
-        threshold = threshold | (digit.to(tl.uint32) << shift)
+            keys = _keys(score, start + slots, count, head, tail)
+            reached += tl.sum((keys[None, :] >= least[:, None]).to(tl.int32), axis=1)
+        # the largest number that as many keys reach as are wanted
+        threshold = tl.max(tl.where(reached >= wanted, least, 0), axis=0, keep_dims=True)
     above = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
         score = tl.load(base + start + slots, mask=start + slots < count, other=0.0)
@@ -226,12 +218,20 @@ def _select_kernel(
     spare = wanted - tl.sum(above, axis=0)
     for copy in range(repeat):
         row = out + (problem * repeat + copy) * width
-        higher, ties = 0, 0
+        placed, ties = 0, 0
         for start in range(0, count, BLOCK):
             score = tl.load(base + start + slots, mask=start + slots < count, other=0.0)
             keys = _keys(score, start + slots, count, head, tail)
-            higher, ties = _place(row, start + slots, keys, threshold, spare, higher, ties)
-        _fill(row, slots, wanted, width, BLOCK)
+            equal = (keys == threshold).to(tl.int32)
+            tie = ties + tl.cumsum(equal, axis=0) - equal
+            chosen = (keys > threshold).to(tl.int32) | (equal & (tie < spare).to(tl.int32))
+            rank = placed + tl.cumsum(chosen, axis=0) - chosen
+            tl.store(row + rank, start + slots, mask=chosen > 0)
+            placed += tl.sum(chosen, axis=0)
+            ties += tl.sum(equal, axis=0)
+        for start in range(0, width, BLOCK):
+            place = start + slots
+            tl.store(row + place, tl.full([BLOCK], -1, tl.int32), mask=(place >= wanted) & (place < width))
 
 
 class Pins(NamedTuple):
