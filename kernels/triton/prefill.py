@@ -1,0 +1,461 @@
+"""Block-sparse causal attention of a chunk of queries over dense keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
+from ._rows import NONE, capped, dot, rounded, softmax_step
+from ._select import Pins, select_scores
+
+KEY_SUB_BLOCK = 32
+QUERY_SUB_BLOCK = 16
+WORKSPACE_BYTES = 256 << 20  # scores of key blocks held at one time; more query blocks are taken in pieces
+
+
+class PrefillConfig(NamedTuple):
+    """Tiles of queries and keys of one program."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def config(rows: int, block_size: int, width: int, wide: bool) -> PrefillConfig:
+    """``rows`` queries of a block, heads of up to ``width`` channels; ``wide`` where float32 is multiplied."""
+    most, least = (256, 256) if INTERPRETED else (64, 32) if wide else (128, 64 if width <= 128 else 32)
+    tile = min(most, power_of_two(rows, 16))
+    return PrefillConfig(tile, min(least, power_of_two(block_size, 16)), 8 if tile * width >= 16384 or wide else 4, 2)
+
+
+@triton.jit
+def _reach(block, queries, keys, PREFILL: tl.constexpr, SIZE: tl.constexpr):
+    """Position of a query block's first query and how many key blocks its queries can see."""
+    first = block * PREFILL + keys - queries
+    last = tl.minimum(first + PREFILL, keys) - 1
+    return first, last, tl.where(last < 0, 0, tl.maximum(last, 0) // SIZE + 1)
+
+
+@triton.jit
+def _group_means_kernel(
+    x,  # [B, H, L, D]
+    out,  # [B, H / GROUP, groups, GROUP, D]
+    length,
+    groups,
+    stride_b,
+    stride_h,
+    stride_s,
+    stride_d,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
+    PER: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Means of ``SUB`` consecutive rows, cut at the end of each block and of the rows."""
+    which = tl.program_id(1).to(tl.int64)
+    batch, head = which // HEADS, which % HEADS
+    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    start = group // PER * BLOCK + group % PER * SUB
+    stop = tl.minimum(tl.minimum(start + SUB, (group // PER + 1) * BLOCK), length)
+    row, column = start[:, None] + tl.arange(0, SUB)[None, :], tl.arange(0, WIDTH)
+    live = (row < stop[:, None])[:, :, None] & (column < DIM)[None, None, :]
+    base = x + batch * stride_b + head * stride_h
+    at = row.to(tl.int64)[:, :, None] * stride_s + column[None, None, :].to(tl.int64) * stride_d
+    mean = tl.sum(tl.load(base + at, mask=live, other=0.0).to(tl.float32), axis=1)
+    mean = mean / tl.maximum(stop - start, 1).to(tl.float32)[:, None]
+    place = ((batch * (HEADS // GROUP) + head // GROUP) * groups + group) * GROUP + head % GROUP
+    tl.store(out + place[:, None] * DIM + column[None, :], mean, mask=(group < groups)[:, None] & (column < DIM))
+
+
+@triton.jit
+def _group_scores_kernel(
+    query_means,  # [B * Hkv, n * t, G, D]
+    key_means,  # [B * Hkv, N * s, D]
+    best,  # [B * Hkv, pieces, t * G, N]
+    counts,
+    tails,
+    numbers,
+    first_block,
+    pieces,
+    query_blocks,
+    blocks,
+    queries,
+    keys,
+    window,
+    sm_scale,
+    GROUP: tl.constexpr,
+    PREFILL: tl.constexpr,
+    QUERY_SUB: tl.constexpr,
+    QUERY_GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY_SUB: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Best key group of each key block for each query group; what a selection needs to know of each query block."""
+    tile, which = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    block = first_block + tl.program_id(1)
+    problem = which * pieces + tl.program_id(1)
+    first, last, count = _reach(block, queries, keys, PREFILL, SIZE)
+    here = tl.minimum(queries - block * PREFILL, PREFILL)
+    number = (here + QUERY_SUB - 1) // QUERY_SUB * GROUP
+    if tile == 0:
+        tl.store(counts + problem, count)
+        tl.store(tails + problem, tl.maximum(first - window, 0) // SIZE)
+        tl.store(numbers + problem, number)
+    if tile * BLOCKS < count:
+        lane, column = tl.arange(0, BLOCKS * LANES), tl.arange(0, CHUNK)
+        owner, part = tile * BLOCKS + lane // LANES, lane % LANES
+        stop = tl.minimum(owner * SIZE + (part + 1) * KEY_SUB, (owner + 1) * SIZE)
+        # a group that reaches beyond the last query would let later keys decide
+        counted = (part < KEY_GROUPS) & (stop <= last + 1)
+        key = key_means + ((which * blocks + owner) * KEY_GROUPS + part) * DIM
+        slot = tile * BLOCKS + tl.arange(0, BLOCKS)
+        for start in range(0, number, ROWS):
+            row = start + tl.arange(0, ROWS)
+            query = query_means + ((which * query_blocks + block) * (QUERY_GROUPS * GROUP) + row) * DIM
+            logits = tl.zeros([ROWS, BLOCKS * LANES], tl.float32)
+            for chunk in range(CHUNKS):
+                at = chunk * CHUNK + column
+                a = tl.load(
+                    query[:, None] + at[None, :], mask=(row < number)[:, None] & (at < DIM)[None, :], other=0.0
+                )
+                b = tl.load(key[None, :] + at[:, None], mask=counted[None, :] & (at < DIM)[:, None], other=0.0)
+                logits += tl.dot(a, b, input_precision="ieee")
+            logits = tl.where(counted[None, :], logits * sm_scale, NONE)
+            unknown = (logits != logits).to(tl.int32)
+            logits = tl.reshape(tl.where(unknown > 0, NONE, logits), [ROWS, BLOCKS, LANES])
+            unknown = tl.max(tl.reshape(unknown, [ROWS, BLOCKS, LANES]), axis=2)
+            largest = tl.where(unknown > 0, NONE, tl.max(logits, axis=2))
+            place = (problem * (QUERY_GROUPS * GROUP) + row)[:, None] * blocks + slot[None, :]
+            tl.store(best + place, largest, mask=(row < number)[:, None] & (slot < blocks)[None, :])
+
+
+@triton.jit
+def _distinct_kernel(
+    indices,  # [B, Hkv, n, W]
+    lists,
+    used,
+    query_blocks,
+    width,
+    queries,
+    keys,
+    PREFILL: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The first of each index that names a block the queries can see, close together, and how many there are."""
+    problem = tl.program_id(0).to(tl.int64)
+    _, _, count = _reach((problem % query_blocks).to(tl.int32), queries, keys, PREFILL, SIZE)
+    base, lane = indices + problem * width, tl.arange(0, TILE)
+    found = 0
+    for start in range(0, width, TILE):
+        place = start + lane
+        mine = tl.load(base + place, mask=place < width, other=-1)
+        repeated = tl.zeros([TILE], tl.int32)
+        for before in range(0, start + TILE, TILE):
+            other = tl.load(base + before + lane, mask=before + lane < width, other=-1)
+            same = (other[None, :] == mine[:, None]) & ((before + lane)[None, :] < place[:, None])
+            repeated += tl.sum(same.to(tl.int32), axis=1)
+        kept = ((mine >= 0) & (mine < count) & (repeated == 0)).to(tl.int32)
+        rank = found + tl.cumsum(kept, axis=0) - kept
+        tl.store(lists + problem * width + rank, mine.to(tl.int32), mask=kept > 0)
+        found += tl.sum(kept, axis=0)
+    tl.store(used + problem, found)
+
+
+@triton.jit
+def _attend_kernel(
+    q,  # [B, Hq, Sq, D]
+    k,  # [B, Hkv, Sk, D]
+    v,  # [B, Hkv, Sk, Dv]
+    sink,  # [Hq] or None
+    lists,  # [B, Hkv, n, W]
+    used,  # [B, Hkv, n]
+    out,  # [B, Hq, Sq, Dv]
+    lse,  # [B, Hq, Sq]
+    queries,
+    keys,
+    query_blocks,
+    width,
+    sm_scale,
+    softcap,
+    q_b,
+    q_h,
+    q_s,
+    q_d,
+    k_b,
+    k_h,
+    k_s,
+    k_d,
+    v_b,
+    v_h,
+    v_s,
+    v_d,
+    HEADS_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PREFILL: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM_V: tl.constexpr,
+    WIDTH_V: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DOT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Rows are the queries of a block, one head after another."""
+    TILES: tl.constexpr = (GROUP * PREFILL + ROWS - 1) // ROWS
+    STEPS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
+    UNIT: tl.constexpr = 16384.0 if tl.float16 == DOT else 1.0  # keeps small weights off float16's subnormal numbers
+    which = tl.program_id(1).to(tl.int64)
+    batch, head_kv = which // HEADS_KV, which % HEADS_KV
+    block = query_blocks - 1 - tl.program_id(0) // TILES  # late blocks have most to do
+    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    query, head = block * PREFILL + row % PREFILL, head_kv * GROUP + row // PREFILL
+    live = (row // PREFILL < GROUP) & (query < queries)
+    position = query + keys - queries
+    last = tl.max(tl.where(live, position, -1), axis=0)
+
+    column, column_v = tl.arange(0, WIDTH).to(tl.int64), tl.arange(0, WIDTH_V).to(tl.int64)
+    at = batch * q_b + head * q_h + query.to(tl.int64) * q_s
+    rows = tl.load(q + at[:, None] + (column * q_d)[None, :], mask=live[:, None] & (column < DIM)[None, :], other=0.0)
+    if tl.float32 == DOT:
+        rows = rows.to(tl.float32)
+    k_base = k + batch * k_b + head_kv * k_h
+    v_base = v + batch * v_b + head_kv * v_h
+
+    peak, total = tl.full([ROWS], NONE, tl.float32), tl.zeros([ROWS], tl.float32)
+    if sink is not None:
+        peak = tl.load(sink + head, mask=live, other=NONE).to(tl.float32)
+        total = tl.where(peak == NONE, 0.0, 1.0)
+    sums = tl.zeros([ROWS, WIDTH_V], tl.float32)
+    chosen = lists + (which * query_blocks + block) * width
+    for step in range(tl.load(used + which * query_blocks + block) * STEPS):
+        start = tl.load(chosen + step // STEPS) * SIZE
+        key = start + step % STEPS * KEYS + tl.arange(0, KEYS)
+        inside = (key < start + SIZE) & (key <= last)
+        wide = key.to(tl.int64)
+        keys_t = tl.load(
+            k_base + (wide * k_s)[None, :] + (column * k_d)[:, None],
+            mask=inside[None, :] & (column < DIM)[:, None],
+            other=0.0,
+        )
+        if tl.float32 == DOT:
+            logits = dot(rows, keys_t, DOT) * sm_scale
+        else:
+            logits = tl.dot(rows, keys_t) * sm_scale
+        logits = capped(logits, softcap, SOFTCAP)
+        seen = inside[None, :] & (key[None, :] <= position[:, None])
+        peak, total, keep, weight = softmax_step(peak, total, tl.where(seen, logits, NONE))
+        values = tl.load(
+            v_base + (wide * v_s)[:, None] + (column_v * v_d)[None, :],
+            mask=inside[:, None] & (column_v < DIM_V)[None, :],
+            other=0.0,
+        )
+        sums = sums * keep[:, None]
+        if tl.float32 == DOT:
+            sums += dot(weight, values, DOT)
+        else:  # weights go in as two numbers, so that their rounding stays near float32's
+            weight = weight * UNIT
+            high = weight.to(DOT)
+            sums = tl.dot((weight - high.to(tl.float32)).to(DOT), values, tl.dot(high, values, sums))
+    empty = total == 0
+    result = sums / tl.where(empty, 1.0, total * UNIT)[:, None]
+    place = (batch * (HEADS_KV * GROUP) + head) * queries + query
+    tl.store(lse + place, tl.where(empty, NONE, peak + tl.log(tl.where(empty, 1.0, total))), mask=live)
+    tl.store(
+        out + place[:, None] * DIM_V + column_v[None, :],
+        rounded(result, out.dtype.element_ty),
+        mask=live[:, None] & (column_v < DIM_V)[None, :],
+    )
+
+
+def select_key_blocks(
+    q: Tensor, k: Tensor, block_size: int, prefill_block: int, top_k: int, prefill_window: int, sm_scale: float
+) -> Tensor:
+    """Key blocks of every query block, ``[B, Hkv, ceil(Sq / prefill_block), W]`` int32, ascending, -1 where unused."""
+    batch, heads, length, dim = q.shape
+    heads_kv, keys = k.shape[1:3]
+    count, query_blocks = triton.cdiv(keys, block_size), triton.cdiv(length, prefill_block)
+    # room for top_k, or for the first block and every block that a window and a query block can touch
+    width = min(count, max(top_k, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))
+    if batch == 0 or length == 0 or keys == 0:
+        return torch.full((batch, heads_kv, query_blocks, width), -1, dtype=torch.int32, device=q.device)
+    group, problems = heads // heads_kv, batch * heads_kv
+    query_groups, key_groups = triton.cdiv(prefill_block, QUERY_SUB_BLOCK), triton.cdiv(block_size, KEY_SUB_BLOCK)
+    query_means = _group_means(q, group, prefill_block, QUERY_SUB_BLOCK, query_blocks)
+    key_means = _group_means(k, 1, block_size, KEY_SUB_BLOCK, count)
+    rows, lanes = query_groups * group, power_of_two(key_groups)
+    tile, blocks = min(64, power_of_two(rows, 16)), power_of_two(min(count, max(1, 64 // lanes)), triton.cdiv(16, lanes))
+    chunk = min(64, power_of_two(dim, 16))
+    step = min(query_blocks, max(1, WORKSPACE_BYTES // (4 * problems * rows * count)))
+    chosen = []
+    for start in range(0, query_blocks, step):
+        pieces = min(step, query_blocks - start)
+        best = torch.empty(problems * pieces, 1, rows, count, dtype=torch.float32, device=q.device)
+        counts, tails, numbers = torch.empty(3, problems * pieces, dtype=torch.int32, device=q.device).unbind()
+        launch(
+            _group_scores_kernel,
+            (triton.cdiv(count, blocks), pieces, problems),
+            query_means,
+            key_means,
+            best,
+            counts,
+            tails,
+            numbers,
+            start,
+            pieces,
+            query_blocks,
+            count,
+            length,
+            keys,
+            prefill_window,
+            sm_scale,
+            GROUP=group,
+            PREFILL=prefill_block,
+            QUERY_SUB=QUERY_SUB_BLOCK,
+            QUERY_GROUPS=query_groups,
+            SIZE=block_size,
+            KEY_SUB=KEY_SUB_BLOCK,
+            KEY_GROUPS=key_groups,
+            LANES=lanes,
+            DIM=dim,
+            CHUNK=chunk,
+            CHUNKS=triton.cdiv(dim, chunk),
+            ROWS=tile,
+            BLOCKS=blocks,
+            num_warps=4,
+            num_stages=2,
+        )
+        pins = Pins(top_k, 1, tails=tails, grow=True)
+        part = select_scores(best, counts, 1, 1, pins, width, numbers)
+        chosen.append(part.view(batch, heads_kv, pieces, width))
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=2)
+
+
+def _group_means(x: Tensor, group: int, block: int, size: int, blocks: int) -> Tensor:
+    """Means of ``size`` rows of each block, float32 ``[B * H / group, blocks * groups of a block, group, D]``."""
+    batch, heads, length, dim = x.shape
+    per, width = triton.cdiv(block, size), power_of_two(dim, 16)
+    groups, sub = blocks * per, min(size, power_of_two(block))
+    out = torch.empty(batch * heads // group, groups, group, dim, dtype=torch.float32, device=x.device)
+    tile = min(power_of_two(groups), max(1, 8192 // (sub * width)))
+    launch(
+        _group_means_kernel,
+        (triton.cdiv(groups, tile), batch * heads),
+        x,
+        out,
+        length,
+        groups,
+        *x.stride(),
+        HEADS=heads,
+        GROUP=group,
+        BLOCK=block,
+        SUB=sub,
+        PER=per,
+        DIM=dim,
+        WIDTH=width,
+        TILE=tile,
+        num_warps=4,
+        num_stages=1,
+    )
+    return out
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_size: int,
+    prefill_block: int,
+    softcap: float | None,
+    sink: Tensor | None,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Each query block attends its key blocks, causally, bottom-right aligned."""
+    batch, heads, length, dim = q.shape
+    heads_kv, keys, dim_v = k.shape[1], k.shape[2], v.shape[3]
+    query_blocks, width = block_indices.shape[2:]
+    if batch == 0 or length == 0 or keys == 0 or width == 0:
+        lse = torch.full((batch, heads, length), -torch.inf, device=q.device)
+        if sink is not None:
+            lse = sink.float().view(1, -1, 1).expand_as(lse).clone()
+        return q.new_zeros(batch, heads, length, dim_v), lse
+    lists, group = block_indices.contiguous(), heads // heads_kv
+    used = torch.empty(batch, heads_kv, query_blocks, dtype=torch.int32, device=q.device)
+    distinct = torch.empty(lists.shape, dtype=torch.int32, device=q.device)
+    launch(
+        _distinct_kernel,
+        (used.numel(),),
+        lists,
+        distinct,
+        used,
+        query_blocks,
+        width,
+        length,
+        keys,
+        PREFILL=prefill_block,
+        SIZE=block_size,
+        TILE=min(64, power_of_two(width)),
+        num_warps=4,
+        num_stages=1,
+    )
+    out = torch.empty(batch, heads, length, dim_v, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    width_k, width_v = power_of_two(dim, 16), power_of_two(dim_v, 16)
+    multiplied = dot_dtype(q, k, v)
+    tiles = config(group * prefill_block, block_size, max(width_k, width_v), multiplied == tl.float32)
+    launch(
+        _attend_kernel,
+        (triton.cdiv(group * prefill_block, tiles.rows) * query_blocks, batch * heads_kv),
+        q,
+        k,
+        v,
+        None if sink is None else sink.contiguous(),
+        distinct,
+        used,
+        out,
+        lse,
+        length,
+        keys,
+        query_blocks,
+        width,
+        sm_scale,
+        1.0 if softcap is None else softcap,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        HEADS_KV=heads_kv,
+        GROUP=group,
+        PREFILL=prefill_block,
+        SIZE=block_size,
+        DIM=dim,
+        WIDTH=width_k,
+        DIM_V=dim_v,
+        WIDTH_V=width_v,
+        SOFTCAP=softcap is not None,
+        DOT=multiplied,
+        ROWS=tiles.rows,
+        KEYS=tiles.keys,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out, lse
