@@ -16,11 +16,12 @@ from torch import Tensor
 
 from dkv.types import RESIDUAL_GROUP, CompressedBlocks
 
-from ._launch import dot_dtype, launch, power_of_two
+from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
 from ._rows import (
     NONE,
     capped,
     code_queries,
+    device,
     dot,
     is_kept,
     key_codes,
@@ -29,10 +30,13 @@ from ._rows import (
     load_ordered,
     load_u,
     load_vector,
+    max_of,
+    min_of,
     rank_queries,
     rounded,
     softmax_step,
     softmax_step_one,
+    sum_of,
     value_codes,
 )
 from .merge import merge_parts
@@ -89,7 +93,7 @@ def tiling(rows: int, head_dim: int, head_dim_v: int, block_size: int, width: in
     if slot_splits + window_splits == 0:
         window_splits = 1
     longest = max(min(slots * block_size, block_size) if width else 0, min(window, window_rows))
-    tile = min(power_of_two(longest, 16), 32 if dim > 128 else 64)
+    tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 32 if dim > 128 else 64)
     num_warps = 8 if block_m * dim > 4096 else 4
     return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, num_warps, 2)
 
@@ -306,7 +310,7 @@ def _block_arguments(
     return [*arguments, keys.table if coded else None, values.table if coded else None], formats
 
 
-@triton.jit
+@device
 def _lowrank_rows(
     peak, total, acc, q, anchor, anchor_v, place, head, u, u_scale, u_unit, basis_k, basis_k_scale, basis_v,
     basis_v_scale, v_gain, positions, softcap,
@@ -317,13 +321,13 @@ def _lowrank_rows(
     """Join the rows of a block that are no residuals, the anchor first among them."""
     SCALED: tl.constexpr = u_scale is not None
     unit = tl.load(u_unit + place)
-    mass = tl.zeros([BLOCK_M], tl.float32)
+    mass = tl.full([BLOCK_M], 0, tl.float32)
     if RANK:
         query = rank_queries(
             q, basis_k + head * (RANK * DIM), basis_k_scale if basis_k_scale is None else basis_k_scale + place * RANK,
             unit, DIM, WIDTH, RANK, RANKS, SCALED, DOT,
         )  # fmt: skip
-        sums = tl.zeros([BLOCK_M, RANKS], tl.float32)
+        sums = tl.full([BLOCK_M, RANKS], 0, tl.float32)
     for first in range(0, BLOCK_SIZE, TILE):
         rows = first + tl.arange(0, TILE)
         live = rows < BLOCK_SIZE
@@ -340,7 +344,7 @@ def _lowrank_rows(
         logits = tl.where(live[None, :], capped(logits, softcap, SOFTCAP), NONE)
         peak, total, keep, weight = softmax_step(peak, total, logits)
         acc *= keep[:, None]
-        mass = mass * keep + tl.sum(weight, 1)
+        mass = mass * keep + sum_of(weight, 1)
         if RANK:
             if SCALED:
                 weight *= step[None, :]
@@ -357,7 +361,7 @@ def _lowrank_rows(
     return peak, total, acc
 
 
-@triton.jit
+@device
 def _coded_rows(
     peak, total, acc, q, anchor, head, residual_k, k_scale, k_min, k_unit, k_table, residual_v, v_scale, v_min, v_unit,
     v_table, softcap,
@@ -384,7 +388,7 @@ def _coded_rows(
         logits = tl.where(live[None, :], capped(logits, softcap, SOFTCAP), NONE)
         peak, total, keep, weight = softmax_step(peak, total, logits)
         low = load_vector(v_min + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
-        acc = acc * keep[:, None] + tl.sum(weight, 1)[:, None] * low[None, :]
+        acc = acc * keep[:, None] + sum_of(weight, 1)[:, None] * low[None, :]
         if V_PLANES:
             step = load_vector(v_scale + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
             codes = load_codes(
@@ -395,7 +399,7 @@ def _coded_rows(
     return peak, total, acc
 
 
-@triton.jit
+@device
 def _plain_rows(
     peak, total, acc, q, first, stop, earliest, latest, k, k_row, k_column, v, v_row, v_column, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, TILE: tl.constexpr,
@@ -407,7 +411,7 @@ def _plain_rows(
     live = rows < stop
     if BOUNDED:
         seen = seen & (rows[None, :] <= latest[:, None]) & (rows[None, :] >= earliest[:, None])
-        live = tl.max(seen.to(tl.int32), 0) > 0
+        live = max_of(seen.to(tl.int32), 0) > 0
     wide = rows.to(tl.int64)
     keys = load_columns(k + wide * k_row, live, k_column, DIM, WIDTH)
     logits = tl.where(seen, capped(dot(q, tl.trans(keys), DOT), softcap, SOFTCAP), NONE)
@@ -444,8 +448,8 @@ def _attend(
     query = load_columns(start, alive, q_column, DIM, WIDTH) * sm_scale
 
     peak = tl.full([BLOCK_M], NONE, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
+    total = tl.full([BLOCK_M], 0, tl.float32)
+    acc = tl.full([BLOCK_M, WIDTH_V], 0, tl.float32)
     if split < slot_splits:
         if BLOCKS:
             slots = tl.arange(0, SLOTS_WIDTH)
@@ -456,13 +460,13 @@ def _attend(
                 count = tl.minimum(tl.load(block_counts + sequence).to(tl.int32), num_blocks)
             for slot in range(split * SLOTS, tl.minimum(split * SLOTS + SLOTS, width)):
                 block = tl.load(chosen + slot).to(tl.int32)
-                again = tl.sum(((every == block) & (slots < slot)).to(tl.int32), 0)
+                again = sum_of(((every == block) & (slots < slot)).to(tl.int32), 0)
                 if (block >= 0) & (block < count) & (again == 0):
                     place = sequence * num_blocks + block
                     here = place * HEADS + head
-                    anchor = tl.zeros([BLOCK_M], tl.float32)
+                    anchor = tl.full([BLOCK_M], 0, tl.float32)
                     if LOWRANK or CODED:
-                        anchor = tl.sum(query * load_vector(anchor_k + here * DIM, True, DIM, WIDTH)[None, :], 1)
+                        anchor = sum_of(query * load_vector(anchor_k + here * DIM, True, DIM, WIDTH)[None, :], 1)
                     if LOWRANK:
                         value = load_vector(anchor_v + here * DIM_V, True, DIM_V, WIDTH_V)
                         if EVERY:
@@ -495,18 +499,18 @@ def _attend(
                             )  # fmt: skip
     else:
         first_row = (split - slot_splits) * WINDOW_ROWS
-        end = tl.zeros([], tl.int32) + keys
+        end = tl.full([], 0, tl.int32) + keys
         if seq_lens is not None:
             end = tl.load(seq_lens + sequence).to(tl.int32)
         position = end - length + index
-        latest = end - 1 + tl.zeros([BLOCK_M], tl.int32)
+        latest = end - 1 + tl.full([BLOCK_M], 0, tl.int32)
         if CAUSAL:
             latest = tl.minimum(position, latest)
-        earliest = tl.zeros([BLOCK_M], tl.int32)
+        earliest = tl.full([BLOCK_M], 0, tl.int32)
         if WINDOWED:
             earliest = tl.maximum(position - window + 1, earliest)
-        stop = tl.minimum(tl.max(tl.where(alive, latest, -1), 0) + 1, first_row + WINDOW_ROWS)
-        begin = tl.maximum(tl.min(tl.where(alive, earliest, end), 0), first_row)
+        stop = tl.minimum(max_of(tl.where(alive, latest, -1), 0) + 1, first_row + WINDOW_ROWS)
+        begin = tl.maximum(min_of(tl.where(alive, earliest, end), 0), first_row)
         if k_window is not None:
             keys_here = k_window + sequence * k_batch + head * k_head
             values_here = v_window + sequence * v_batch + head * v_head

@@ -52,7 +52,7 @@ def _merge(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
-    live, pitch = row < rows, tl.zeros([], tl.int64) + rows
+    live, pitch = row < rows, tl.full([], 0, tl.int64) + rows
     inside = live[:, None] & (column < DIM)[None, :]
     place = row[:, None] * DIM + column[None, :]
 
@@ -63,8 +63,8 @@ def _merge(
         peak = tl.maximum(peak, one, propagate_nan=tl.PropagateNan.ALL)
     base = tl.where(peak == NONE, 0.0, peak)
 
-    total = tl.zeros([ROWS], tl.float32)
-    joined = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.full([ROWS], 0, tl.float32)
+    joined = tl.full([ROWS, WIDTH], 0, tl.float32)
     for part in range(count):
         one = tl.load(lses + part * pitch + row, mask=live, other=NONE)
         weight = tl.exp(tl.where(one == -NONE, NONE, one) - base)
