@@ -1,6 +1,6 @@
 """Compile every kernel in every configuration that a launcher may choose, for GPUs that are not there.
 
-python -m bench.aot --json FILE [--targets sm_90,gfx942] [--ops decode_attention,...] [--quick]
+python -m bench.aot --json FILE [--targets sm_90,gfx942] [--ops decode_attention,...] [--quick] [--geometries N]
 
 Exits with 1 where a kernel does not compile, does not fit into shared memory, multiplies 16-bit numbers without the
 matrix unit or any in tf32, computes an address in 32 bits, or where one that runs in a decode step spills.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -91,11 +92,13 @@ def geometries(op: str, quick: bool) -> Iterator[tuple[str, Geometry]]:
         yield f"window {rows}", dataclasses.replace(base, window=rows)
 
 
-def jobs(ops: list[str], targets: list[str], quick: bool) -> dict[tuple[str, str], dict[str, Any]]:
+def jobs(
+    ops: list[str], targets: list[str], quick: bool, most: int | None = None
+) -> dict[tuple[str, str], dict[str, Any]]:
     """``(target, key) -> kernel``: what is to be compiled, and for which ops and geometries."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for op in ops:
-        for label, geometry in geometries(op, quick):
+        for label, geometry in itertools.islice(geometries(op, quick), most):
             for launch in launches(op, geometry):
                 for target in targets:
                     job = specialised(launch, TARGETS[target])
@@ -116,9 +119,11 @@ def _work(index: int) -> tuple[int, dict[str, Any]]:
     return index, compiled(*_queue[index])
 
 
-def run(ops: list[str], targets: list[str], quick: bool, processes: int, console: Console) -> list[dict[str, Any]]:
+def run(
+    ops: list[str], targets: list[str], quick: bool, most: int | None, processes: int, console: Console
+) -> list[dict[str, Any]]:
     """Compile everything; one row per kernel, target and specialisation."""
-    found = jobs(ops, targets, quick)
+    found = jobs(ops, targets, quick, most)
     _queue[:] = [(entry["job"], target) for (target, _), entry in found.items()]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:
@@ -177,6 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--quick", action="store_true", help="a few geometries")
+    parser.add_argument("--geometries", type=int, help="no more of them than this")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--consumer", action="store_true", help="say which kernels need more than 99 KiB on sm_80")
     options = parser.parse_args(arguments)
@@ -185,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
         if set(given) - set(known):
             parser.error(f"{name} must be of {', '.join(known)}, got {', '.join(given)}")
     console = Console(stderr=True)
-    rows = run(ops, targets, options.quick, options.processes, console)
+    rows = run(ops, targets, options.quick, options.geometries, options.processes, console)
     with open(options.json, "w", encoding="utf-8") as file:
         json.dump(rows, file, indent=1)
     Console(width=None if sys.stdout.isatty() else 160).print(table(rows, options.consumer))

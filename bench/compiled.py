@@ -77,7 +77,7 @@ def compiled(job: Specialised, target: str) -> dict[str, Any]:
     row["dots"] = dots(made.asm["ttir"])
     row["matrix"] = instructions(code, MATRIX[kind])
     row["dots_without_matrix_unit"] = plain_dots(made.asm["ttgir"])
-    row["tf32"] = "tf32" in code or "inputPrecision = tf32" in made.asm["ttir"]
+    row["tf32"] = tf32(made.asm["ttir"], code)
     row["loads"] = load_widths(code, kind)
     row["narrow_addresses"] = narrow_addresses(made.asm["ttir"])
     row["failures"] = failures(row, target)
@@ -136,6 +136,12 @@ def dots(ttir: str) -> dict[str, int]:
     return dict(collections.Counter(re.findall(r"tt\.dot .*?: tensor<(?:\d+x)+([a-z]\w*?)>", ttir)))
 
 
+def tf32(ttir: str, code: str) -> bool:
+    """Whether float32 is multiplied in fewer bits. The dot of 16-bit numbers carries the attribute for nothing."""
+    asked = re.findall(r"tt\.dot ([^:]*): tensor<(?:\d+x)+f32>", ttir)
+    return any("tf32" in attributes for attributes in asked) or re.search(r"tf32|_xf32", code) is not None
+
+
 def plain_dots(ttgir: str) -> int:
     """Dots of 16-bit operands that were laid out for multiply-add, not for the matrix unit."""
     blocked = set(re.findall(r"(#\w+) = #ttg\.blocked<", ttgir))
@@ -167,8 +173,8 @@ def _width(name: str, kind: str) -> int:
 
 # addresses
 
-_DEF = re.compile(r"^\s*(%[\w]+)(?::\d+)? = (?:\"?)([\w.]+)\"?(.*)$")
-_BOUNDED = ("tt.make_range", "arith.constant")
+_DEF = re.compile(r"^\s*(%\w+)(?::\d+)? = \"?([\w.]+)\"?(.*)$")
+_LOOP = re.compile(r"scf\.for (%\w+) = (%\w+) to (%\w+) step")
 _THROUGH = (
     *("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "tt.unsplat", "tt.join", "tt.cat"),
     *("arith.addi", "arith.subi", "arith.muli", "arith.shli", "arith.divsi", "arith.divui", "arith.remsi"),
@@ -178,61 +184,72 @@ _PART_OF = ("arith.andi", "arith.remsi", "arith.remui")  # with a constant: belo
 
 
 class _Defs:
-    """Definitions of a TTIR module by name, and what they depend on."""
+    """Definitions of a TTIR module by name. Regions side by side may use a name twice: then all of them count."""
 
     def __init__(self, ttir: str):
-        self.defs: dict[str, tuple[str, list[str], str]] = {}
-        self.lines: list[str] = ttir.splitlines()
+        self.lines = ttir.splitlines()
+        self.defs: dict[str, list[tuple[str, list[str], str]]] = {}
         for line in self.lines:
-            found = _DEF.match(line)
+            found, loop = _DEF.match(line), _LOOP.search(line)
+            if loop:  # between its ends
+                self.defs.setdefault(loop[1], []).append(("loop", [loop[2], loop[3]], ""))
             if found:
                 name, op, rest = found.groups()
-                self.defs[name] = (op, re.findall(r"%[\w]+", rest), rest)
+                self.defs.setdefault(name, []).append((op, re.findall(r"%\w+", rest.partition(" : ")[0]), rest))
 
     def bounded(self, name: str) -> bool:
         """Whether a value is made of constants and ranges alone, so that compile time knows how large it is."""
-        if name not in self.defs:
-            return False
-        op, operands, rest = self.defs[name]
-        if op in _BOUNDED:
+        return name in self.defs and all(self._bounded(*each) for each in self.defs[name])
+
+    def _bounded(self, op: str, operands: list[str], rest: str) -> bool:
+        if op in ("tt.make_range", "arith.constant"):
             return True
-        if op in _PART_OF and any(self.constant(operand) for operand in operands[-1:]):
+        if op in _PART_OF and self.constant(operands[-1]):
             return True
         if op in ("arith.extui", "arith.extsi", "arith.trunci") and re.search(r": (?:tensor<[\dx]*)?i(1|8|16)\b", rest):
             return True
-        return op in _THROUGH and bool(operands) and all(self.bounded(operand) for operand in operands)
+        return op in ("loop", *_THROUGH) and bool(operands) and all(map(self.bounded, operands))
 
     def constant(self, name: str) -> bool:
-        if name not in self.defs:
-            return False
-        op, operands, _ = self.defs[name]
-        return op == "arith.constant" or (op == "tt.splat" and all(self.constant(operand) for operand in operands))
+        return name in self.defs and all(
+            op == "arith.constant" or (op == "tt.splat" and all(map(self.constant, operands)))
+            for op, operands, _ in self.defs[name]
+        )
 
-    def products(self, name: str, seen: set[str]) -> list[str]:
-        """32-bit products of two numbers that compile time does not know, on the way to ``name``."""
+    def products(self, name: str, strict: bool, seen: set[str]) -> list[str]:
+        """32-bit products on the way to ``name`` that 32 bits may not hold.
+
+        Of two numbers that compile time does not know; where ``strict``, of one such number and anything.
+        """
         if name in seen or name not in self.defs:
             return []
         seen.add(name)
-        op, operands, _ = self.defs[name]
-        if op.startswith("scf."):  # what its region yields is not followed: any product may be it
-            return [product for other in self.defs for product in self._product(other)]
-        found = self._product(name)
-        if op in (*_THROUGH, "arith.extsi", "arith.extui"):
-            for operand in operands:
-                found += self.products(operand, seen)
+        if any(op.startswith("scf.") for op, _, _ in self.defs[name]):
+            # what its region yields is not followed: any product may be it
+            return [product for other in self.defs for product in self._products(other, strict)]
+        found = self._products(name, strict)
+        for op, operands, _ in self.defs[name]:
+            if op in (*_THROUGH, "arith.extsi", "arith.extui"):
+                for operand in operands:
+                    found += self.products(operand, strict, seen)
         return found
 
-    def _product(self, name: str) -> list[str]:
-        op, operands, rest = self.defs[name]
-        wide = op != "arith.muli" or re.search(r": (?:tensor<[\dx]*)?i32\b", rest) is None
-        return [] if wide or any(map(self.bounded, operands)) else [f"{name} = {op} {' '.join(operands)}"]
+    def _products(self, name: str, strict: bool) -> list[str]:
+        found = []
+        for op, operands, rest in self.defs[name]:
+            if op in ("arith.muli", "arith.shli") and re.search(r": (?:tensor<[\dx]*)?i32\b", rest):
+                held = (all if strict else any)(map(self.bounded, operands))
+                found += [] if held else [f"{name} = {op} {' '.join(operands)}"]
+        return found
 
 
 def narrow_addresses(ttir: str) -> list[str]:
-    """Offsets of pointers that 32 bits may not hold.
+    """Products of addresses that are computed in 32 bits and may not fit.
 
-    An offset of type i32 must be made of constants and ranges alone. One of type i64 must not come from a 32-bit
-    product of two numbers that are known at run time only, such as a program id times a stride.
+    A pointer may move by an i32 that counts elements along one axis, which is a sum of indices; as soon as an index is
+    multiplied, by a stride or by anything, the offset must be an i64. One of type i64 must in turn not come from a
+    32-bit product of two numbers known at run time only, such as a program id and a stride; a program id times the
+    constant size of a tile counts elements along an axis.
     """
     defs, found = _Defs(ttir), []
     for line in defs.lines:
@@ -240,7 +257,5 @@ def narrow_addresses(ttir: str) -> list[str]:
         if pointer is None:
             continue
         base, offset, width = pointer.groups()
-        if width == "i32" and not defs.bounded(offset):
-            found.append(f"{base} + {offset} (i32)")
-        found += defs.products(offset, set())
+        found += [f"{base} + {offset}: {product}" for product in defs.products(offset, width == "i32", set())]
     return found

@@ -1,0 +1,315 @@
+"""Low-rank factors of blocks and the rows kept beside them, in float64: small singular values survive the squaring."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import launch, power_of_two
+from ._rows import rounded
+from ._wide import differences, exact_power, head_of, rounded_half, signed_codes, unit_exponent, wide_rows
+
+NORM_FLOOR = tl.constexpr(1e-5)
+ENERGY_FLOOR = tl.constexpr(1e-12)
+GAIN_MAX = tl.constexpr(1e4)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _row_sums(
+    k, v, squares_k, squares_v, cosine, first, N, H, S, D, DV,
+    k_stride_b, k_stride_h, k_stride_t, k_stride_d, v_stride_b, v_stride_h, v_stride_t, v_stride_d,
+    VALUES: tl.constexpr, COSINE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Squares of the differences of one head's rows, and the cosine of its values with their mean; ``[n, H, S]``."""
+    program = tl.program_id(0).to(tl.int64)
+    block, head = first + program // H, program % H
+    row = tl.arange(0, BLOCK_S).to(tl.int64)
+    out = program * S + row
+    rows = head_of(k, block, head, N, S, k_stride_b, k_stride_h, k_stride_t)
+    total = tl.zeros((BLOCK_S,), tl.float64)
+    for start in range(0, D, BLOCK_D):
+        channel = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+        seen = (row < S)[:, None] & (channel < D)[None, :]
+        x = differences(rows, row, channel, seen, channel < D, k_stride_t, k_stride_d)
+        total += tl.sum(x * x, 1)
+    tl.store(squares_k + out, total, mask=row < S)
+    if VALUES or COSINE:
+        rows = head_of(v, block, head, N, S, v_stride_b, v_stride_h, v_stride_t)
+        total = tl.zeros((BLOCK_S,), tl.float64)
+        square = tl.zeros((BLOCK_S,), tl.float64)
+        product = tl.zeros((BLOCK_S,), tl.float64)
+        mean_square = tl.sum(square, 0)
+        for start in range(0, DV, BLOCK_D):
+            channel = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+            known = channel < DV
+            seen = (row < S)[:, None] & known[None, :]
+            if VALUES:
+                x = differences(rows, row, channel, seen, known, v_stride_t, v_stride_d)
+                total += tl.sum(x * x, 1)
+            if COSINE:
+                x = wide_rows(rows, row, channel, seen, v_stride_t, v_stride_d)
+                mean = tl.sum(x, 0) / S
+                square += tl.sum(x * x, 1)
+                product += tl.sum(x * mean[None, :], 1)
+                mean_square += tl.sum(mean * mean, 0)
+        if VALUES:
+            tl.store(squares_v + out, total, mask=row < S)
+        if COSINE:
+            length = tl.sqrt(square) * tl.sqrt(mean_square)
+            found = tl.where(length > 0, product / tl.where(length > 0, length, 1.0), 0.0)
+            tl.store(cosine + out, found, mask=row < S)
+
+
+@triton.jit
+def _block_sums(
+    squares_k, squares_v, cosine, square, score, gain, H, S,
+    VALUES: tl.constexpr, COSINE: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Value gain ``[n]``, squares of the joint rows and scores ``[n, S]``."""
+    block = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK_S).to(tl.int64)
+    joint = tl.zeros((BLOCK_S,), tl.float64)
+    values = tl.zeros((BLOCK_S,), tl.float64)
+    distinct = tl.zeros((BLOCK_S,), tl.float64)
+    for head in range(H):
+        at = (block * H + head) * S + row
+        joint += tl.load(squares_k + at, mask=row < S, other=0.0)
+        if VALUES:
+            values += tl.load(squares_v + at, mask=row < S, other=0.0)
+        if COSINE:
+            distinct += 1.0 - tl.load(cosine + at, mask=row < S, other=0.0)
+    if VALUES:
+        energy_k, energy_v = tl.sum(joint, 0), tl.sum(values, 0)
+        defined = (energy_k >= ENERGY_FLOOR) & (energy_v >= ENERGY_FLOOR)
+        ratio = tl.sqrt(energy_k / tl.where(defined, energy_v, 1.0))
+        ratio = tl.minimum(tl.maximum(ratio, 1.0), GAIN_MAX)
+        factor = tl.where(defined, ratio, 1.0).to(tl.float32)
+        tl.store(gain + block, factor)
+        factor = factor.to(tl.float64)
+        joint += factor * factor * values
+    at = block * S + row
+    tl.store(square + at, joint, mask=row < S)
+    if COSINE:
+        tl.store(score + at, distinct / H, mask=row < S)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _joint_rows(
+    k, v, square, gain, joint, first, N, H, S, D, DV, W,
+    k_stride_b, k_stride_h, k_stride_t, k_stride_d, v_stride_b, v_stride_h, v_stride_t, v_stride_d,
+    VALUES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One head's part of the joint rows ``[n, S, W]``, of norm 1."""
+    program = tl.program_id(0).to(tl.int64)
+    n, head = program // H, program % H
+    row = (tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)
+    norm = tl.sqrt(tl.load(square + n * S + row, mask=row < S, other=0.0))
+    norm = tl.maximum(norm, NORM_FLOOR)[:, None]
+    out = joint + (n * S + row)[:, None] * W
+    rows = head_of(k, first + n, head, N, S, k_stride_b, k_stride_h, k_stride_t)
+    for start in range(0, D, BLOCK_D):
+        channel = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+        seen = (row < S)[:, None] & (channel < D)[None, :]
+        x = differences(rows, row, channel, seen, channel < D, k_stride_t, k_stride_d)
+        tl.store(out + (head * D + channel)[None, :], x / norm, mask=seen)
+    if VALUES:
+        factor = tl.load(gain + n).to(tl.float64)
+        rows = head_of(v, first + n, head, N, S, v_stride_b, v_stride_h, v_stride_t)
+        for start in range(0, DV, BLOCK_D):
+            channel = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+            seen = (row < S)[:, None] & (channel < DV)[None, :]
+            x = differences(rows, row, channel, seen, channel < DV, v_stride_t, v_stride_d)
+            tl.store(out + (H * D + head * DV + channel)[None, :], factor * x / norm, mask=seen)
+
+
+@triton.jit
+def _product(
+    a, b, out, M, L, K, a_stride_n, a_stride_m, a_stride_k, b_stride_n, b_stride_k, b_stride_l,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``a [n, M, K] @ b [n, K, L]``; unlike a library's, its sums do not depend on ``n``."""
+    n = tl.program_id(0).to(tl.int64)
+    m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = (tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
+    total = tl.zeros((BLOCK_M, BLOCK_L), tl.float64)
+    for start in range(0, K, BLOCK_K):
+        inner = (start + tl.arange(0, BLOCK_K)).to(tl.int64)
+        left = a + n * a_stride_n + m[:, None] * a_stride_m + inner[None, :] * a_stride_k
+        right = b + n * b_stride_n + inner[:, None] * b_stride_k + column[None, :] * b_stride_l
+        x = tl.load(left, mask=(m < M)[:, None] & (inner < K)[None, :], other=0.0)
+        y = tl.load(right, mask=(inner < K)[:, None] & (column < L)[None, :], other=0.0)
+        total += tl.dot(x, y, input_precision="ieee", out_dtype=tl.float64)
+    at = (n * M + m)[:, None] * L + column[None, :]
+    tl.store(out + at, total, mask=(m < M)[:, None] & (column < L)[None, :])
+
+
+@triton.jit
+def _store_basis(
+    projected, length, basis_k, basis_v, scale_k, scale_v, H, D, DV, W, RANK,
+    VALUES: tl.constexpr, CODED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Bases ``[n, H, r, dim]`` of rows ``projected [n, r, W]``, and the lengths of these rows."""
+    n = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    channel = tl.arange(0, BLOCK_D).to(tl.int64)
+    rows = projected + (n * RANK + row)[:, None] * W + channel[None, :]
+    seen_k = (row < RANK)[:, None] & (channel < D)[None, :]
+    seen_v = (row < RANK)[:, None] & (channel < DV)[None, :]
+    square = tl.zeros((BLOCK_R,), tl.float64)
+    peak_k = tl.zeros((BLOCK_R,), tl.float64)
+    peak_v = tl.zeros((BLOCK_R,), tl.float64)
+    for head in range(H):
+        x = tl.load(rows + head * D, mask=seen_k, other=0.0)
+        square += tl.sum(x * x, 1)
+        peak_k = tl.maximum(peak_k, tl.max(tl.abs(x), 1))
+        if VALUES:
+            x = tl.load(rows + H * D + head * DV, mask=seen_v, other=0.0)
+            square += tl.sum(x * x, 1)
+            peak_v = tl.maximum(peak_v, tl.max(tl.abs(x), 1))
+    size = tl.sqrt(square)
+    tl.store(length + n * RANK + row, size, mask=row < RANK)
+    size = tl.where(size > 0, size, 1.0)
+    step_k = (peak_k / size / 127).to(tl.float32)
+    step_v = (peak_v / size / 127).to(tl.float32)
+    if CODED:
+        tl.store(scale_k + n * RANK + row, step_k, mask=row < RANK)
+        if VALUES:
+            tl.store(scale_v + n * RANK + row, step_v, mask=row < RANK)
+    for head in range(H):
+        at = ((n * H + head) * RANK + row)[:, None]
+        x = tl.load(rows + head * D, mask=seen_k, other=0.0) / size[:, None]
+        if CODED:
+            stored = signed_codes(x, step_k.to(tl.float64)[:, None]).to(tl.int32).to(tl.int8)
+        else:
+            stored = rounded(x, basis_k.dtype.element_ty)
+        tl.store(basis_k + at * D + channel[None, :], stored, mask=seen_k)
+        if VALUES:
+            x = tl.load(rows + H * D + head * DV, mask=seen_v, other=0.0) / size[:, None]
+            if CODED:
+                stored = signed_codes(x, step_v.to(tl.float64)[:, None]).to(tl.int32).to(tl.int8)
+            else:
+                stored = rounded(x, basis_v.dtype.element_ty)
+            tl.store(basis_v + at * DV + channel[None, :], stored, mask=seen_v)
+
+
+@triton.jit
+def _coefficients(left, square, length, n, row, column, S, RANK):
+    """``u`` of some rows: left vectors times singular values and row norms; 0 for the anchor."""
+    seen = ((row > 0) & (row < S))[:, None] & (column < RANK)[None, :]
+    x = tl.load(left + (n * S + row)[:, None] * RANK + column[None, :], mask=seen, other=0.0)
+    norm = tl.maximum(tl.sqrt(tl.load(square + n * S + row, mask=row < S, other=0.0)), NORM_FLOOR)
+    size = tl.load(length + n * RANK + column, mask=column < RANK, other=0.0)
+    return tl.where(seen, norm[:, None] * x * size[None, :], 0.0)
+
+
+@triton.jit
+def _store_u(
+    left, square, length, u, u_scale, u_unit, S, RANK,
+    CODED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """``u [n, S, r]`` in its unit."""
+    n = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_R).to(tl.int64)
+    largest = tl.zeros((BLOCK_S,), tl.float64)
+    for start in range(0, S, BLOCK_S):
+        row = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
+        x = _coefficients(left, square, length, n, row, column, S, RANK)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+    exponent = unit_exponent(tl.max(largest, 0), 0)
+    tl.store(u_unit + n, exact_power(exponent).to(tl.float32))
+    shrink = exact_power(-exponent)
+    for start in range(0, S, BLOCK_S):
+        row = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
+        x = _coefficients(left, square, length, n, row, column, S, RANK) * shrink
+        if CODED:
+            scale = rounded_half(tl.max(tl.abs(x), 1) / 127)
+            tl.store(u_scale + n * S + row, scale.to(tl.float32).to(tl.float16), mask=row < S)
+            stored = signed_codes(x, scale[:, None]).to(tl.int32).to(tl.int8)
+        else:
+            stored = rounded(x, u.dtype.element_ty)
+        at = (n * S + row)[:, None] * RANK + column[None, :]
+        tl.store(u + at, stored, mask=(row < S)[:, None] & (column < RANK)[None, :])
+
+
+@triton.jit
+def _lowrank_errors(
+    joint, left, projected, square, score, S, W, RANK,
+    BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Squared error of each joint row before its factors are stored, ``[n, S]``."""
+    n = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)
+    rank = tl.arange(0, BLOCK_R).to(tl.int64)
+    seen = (row < S)[:, None] & (rank < RANK)[None, :]
+    u = tl.load(left + (n * S + row)[:, None] * RANK + rank[None, :], mask=seen, other=0.0)
+    total = tl.zeros((BLOCK_S,), tl.float64)
+    for start in range(0, W, BLOCK_W):
+        channel = (start + tl.arange(0, BLOCK_W)).to(tl.int64)
+        at = (n * RANK + rank)[:, None] * W + channel[None, :]
+        basis = tl.load(projected + at, mask=(rank < RANK)[:, None] & (channel < W)[None, :], other=0.0)
+        at = (n * S + row)[:, None] * W + channel[None, :]
+        x = tl.load(joint + at, mask=(row < S)[:, None] & (channel < W)[None, :], other=0.0)
+        x -= tl.dot(u, basis, input_precision="ieee", out_dtype=tl.float64)
+        total += tl.sum(x * x, 1)
+    norm = tl.maximum(tl.sqrt(tl.load(square + n * S + row, mask=row < S, other=0.0)), NORM_FLOOR)
+    tl.store(score + n * S + row, norm * norm * total, mask=row < S)
+
+
+@triton.jit
+def _keep_score(score, weight, n, block, row, N, S, stride_b, stride_t, WEIGHTED: tl.constexpr):
+    """Score of some rows; -inf for the anchor and what is no row."""
+    candidate = (row > 0) & (row < S)
+    x = tl.load(score + n * S + row, mask=candidate, other=0.0)
+    if WEIGHTED:
+        at = (block // N) * stride_b + ((block % N) * S + row) * stride_t
+        x *= tl.load(weight + at, mask=candidate, other=0.0).to(tl.float64)
+    return tl.where(candidate, x, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["first"])
+def _select_rows(
+    score, weight, kept, first, N, S, R, stride_b, stride_t,
+    WEIGHTED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """Positions of the ``R`` highest scores, ascending, ``[n, R]``."""
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK_S).to(tl.int64)
+    mine = _keep_score(score, weight, n, first + n, row, N, S, stride_b, stride_t, WEIGHTED)
+    place = tl.zeros((BLOCK_S,), tl.int32)
+    for start in range(0, S, BLOCK_J):
+        other = (start + tl.arange(0, BLOCK_J)).to(tl.int64)
+        theirs = _keep_score(score, weight, n, first + n, other, N, S, stride_b, stride_t, WEIGHTED)[None, :]
+        before = (theirs > mine[:, None]) | ((theirs == mine[:, None]) & (other[None, :] < row[:, None]))
+        place += tl.sum(before.to(tl.int32), 1)
+    keeps = (row > 0) & (row < S) & (place < R)
+    at = tl.cumsum(keeps.to(tl.int32), 0) - 1
+    tl.store(kept + n * R + at, row.to(tl.uint8), mask=keeps)
+
+
+def eigenvectors(gram: Tensor, rank: int) -> Tensor:
+    """Those of the ``rank`` largest eigenvalues of ``gram [n, M, M]``, ``[n, M, rank]``."""
+    count = len(gram)
+    if count == 1:  # libraries solve one matrix by another path than several, and a block's bits would show it
+        gram = gram.expand(2, -1, -1)
+    try:
+        values, vectors = torch.linalg.eigh(gram)
+    except torch.linalg.LinAlgError:
+        vectors, values, _ = torch.linalg.svd(gram)
+    best = values.argsort(dim=-1, stable=True)[:count, -rank:].flip(-1)
+    return vectors[:count].gather(-1, best[:, None, :].expand(-1, gram.shape[1], -1)).contiguous()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a [n, M, K] @ b [n, K, L]``, float64."""
+    (n, rows, inner), columns = a.shape, b.shape[2]
+    out = a.new_empty(n, rows, columns)
+    tile = {"BLOCK_M": min(64, power_of_two(rows, 16)), "BLOCK_L": min(64, power_of_two(columns, 16))}
+    grid = (n, -(-rows // tile["BLOCK_M"]), -(-columns // tile["BLOCK_L"]))
+    strides = (*a.stride(), *b.stride())
+    inner_tile = min(32, power_of_two(inner, 16))
+    launch(
+        _product, grid, a, b, out, rows, columns, inner, *strides, **tile, BLOCK_K=inner_tile, num_warps=4, num_stages=2
+    )
+    return out

@@ -1,0 +1,73 @@
+"""Kernels compile for GPUs that are not there, and the bench that compiles them sees what is wrong."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("rich")
+
+ROOT = Path(__file__).resolve().parent.parent
+# the checkout comes last: where dkv is installed without -e, the checkout's own would lack its kernels
+RUN = (
+    "import runpy, sys; sys.path.append({root!r}); sys.argv[0] = {name!r}; "
+    "{run}({name!r}, run_name='__main__', **{options})"
+)
+
+
+def run(name, *arguments, script=False):
+    """A module of the checkout, or a script, with kernels that are not interpreted."""
+    how = ("runpy.run_path", {}) if script else ("runpy.run_module", {"alter_sys": True})
+    code = RUN.format(root=str(ROOT), name=name, run=how[0], options=how[1])
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"TRITON_ALWAYS_COMPILE": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    return subprocess.run([sys.executable, "-P", "-c", code, *arguments], env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def bad():
+    done = run(str(ROOT / "tests" / "bad_kernels.py"), "sm_90", "gfx942", script=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_the_bench_sees_every_fault(bad, target):
+    expected = {"in_tf32": "tf32", "narrow": "32-bit", "widened_late": "32-bit", "spilling": "spills"}
+    for kernel, word in expected.items():
+        assert any(word in failure for failure in bad[f"{kernel} {target}"]["failures"]), kernel
+    assert "does not compile" in bad[f"wrong {target}"]["failures"][0]
+    for kernel in ("narrow", "widened_late"):
+        assert len(bad[f"{kernel} {target}"]["failures"]) == 1
+
+
+@pytest.mark.parametrize(("target", "matrix"), [("sm_90", "mma"), ("gfx942", "mfma")])
+def test_a_good_kernel_has_nothing_wrong(bad, target, matrix):
+    row = bad[f"good {target}"]
+    assert row["failures"] == [] and row["dots"] == {"bf16": 1} and row["spills"] == 0
+    assert row["registers"] > 0 and row["shared"] > 0 and not row["dots_without_matrix_unit"]
+    assert all(matrix in name for name in row["matrix"]) and row["matrix"]
+    assert set(row["loads"]) <= {"16", "8", "4"} and "16" in row["loads"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dkv.kernels.triton.decode") is None, reason="no Triton kernels")
+def test_kernels_of_a_decode_step_compile_for_both_makers(tmp_path):
+    file = tmp_path / "aot.json"
+    ops = "route_blocks,decode_attention,merge_states"
+    arguments = ("--ops", ops, "--targets", "sm_90,gfx942", "--quick", "--geometries", "1", "--json", str(file))
+    done = run("bench.aot", *arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    rows = json.loads(file.read_text())
+    assert {row["target"] for row in rows} == {"sm_90", "gfx942"}
+    assert all(row["decode"] or row["kernel"].startswith("_merge") for row in rows)
+    assert any(row["matrix"] for row in rows) and not any(row["spills"] for row in rows)
+
+
+def test_unknown_targets_are_refused(tmp_path):
+    done = run("bench.aot", "--json", str(tmp_path / "x"), "--targets", "sm_12")
+    assert done.returncode == 2 and "sm_80" in done.stderr
