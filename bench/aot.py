@@ -171,7 +171,8 @@ def table(rows: list[dict[str, Any]], consumer: bool) -> Table:
             " ".join(kinds) or "-",
             str(max(widths, default="-")),
             str(min(widths, default="-")),
-            "; ".join(findings[:4]) + (f"; {len(findings) - 4} more" if len(findings) > 4 else ""),
+            "; ".join(finding[:120] for finding in findings[:4])
+            + (f"; {len(findings) - 4} more" if len(findings) > 4 else ""),
         )
     return shown
 

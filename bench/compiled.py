@@ -67,8 +67,7 @@ def compiled(job: Specialised, target: str) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             made = triton.compile(job.source, target=TARGETS[target], options=job.options)
     except Exception as error:  # whatever the compiler says is the finding
-        message = [line for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
-        return {"failures": ["does not compile: " + " ".join(message)[:600]]}
+        return {"failures": [f"does not compile: {said(error)}"]}
     kind = TARGETS[target].backend
     code = made.asm["ptx" if kind == "cuda" else "amdgcn"]
     row = cuda_resources(log.getvalue()) if kind == "cuda" else hip_resources(code)
@@ -82,6 +81,18 @@ def compiled(job: Specialised, target: str) -> dict[str, Any]:
     row["narrow_addresses"] = narrow_addresses(made.asm["ttir"])
     row["failures"] = failures(row, target)
     return row
+
+
+def said(error: BaseException) -> str:
+    """Where the compiler stopped and why, without the source that it quotes."""
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    quoted = next((index for index, line in enumerate(lines) if line.startswith("^")), None)
+    where = f"{lines[0]} {lines[quoted - 1]}: " if quoted else ""
+    inner = [line.strip() for line in str(root).splitlines() if line.strip()]
+    return f"{type(error).__name__} {where}{inner[-1] if inner else ''}"[:300]
 
 
 def failures(row: dict[str, Any], target: str) -> list[str]:
