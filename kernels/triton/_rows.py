@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -86,7 +87,20 @@ def value_codes(blocks: CompressedBlocks) -> Codes:
     return code_layout(blocks.format.value_segments(dim), power_of_two(dim, 16), blocks.anchor_v.device)
 
 
-@triton.jit
+def _light(made: Any) -> Any:
+    """A jitted function that kernels call; the interpreter would patch the whole language again at each call."""
+    return made.rewrite() if hasattr(made, "rewrite") else made
+
+
+def device(fn: Callable[..., Any]) -> Any:
+    """``triton.jit`` for functions that only kernels call."""
+    return _light(triton.jit(fn))
+
+
+sum_of, max_of, min_of = _light(tl.sum), _light(tl.max), _light(tl.min)
+
+
+@device
 def dot(a, b, DOT: tl.constexpr):
     """``a [M, K]`` float32 times ``b [K, N]``, which is exact in ``DOT``; float32.
 
@@ -97,7 +111,7 @@ def dot(a, b, DOT: tl.constexpr):
     else:
         b = b.to(DOT)
         if tl.float16 == DOT:
-            top = tl.max(tl.abs(a), 1).to(tl.int32, bitcast=True) >> 23  # exponents, biased by 127
+            top = max_of(tl.abs(a), 1).to(tl.int32, bitcast=True) >> 23  # exponents, biased by 127
             top = tl.minimum(tl.maximum(top, 1), 253)
             a = a * ((254 - top) << 23).to(tl.float32, bitcast=True)[:, None]
             high = a.to(DOT)
@@ -108,7 +122,7 @@ def dot(a, b, DOT: tl.constexpr):
             return tl.dot((a - high.to(tl.float32)).to(DOT), b, tl.dot(high, b))
 
 
-@triton.jit
+@device
 def rounded(x, DTYPE: tl.constexpr):
     """Float32 ``x`` in ``DTYPE``, to nearest even; what lies beyond its range becomes its largest number."""
     if tl.bfloat16 == DTYPE or tl.float16 == DTYPE:
@@ -121,7 +135,7 @@ def rounded(x, DTYPE: tl.constexpr):
     return x.to(DTYPE)
 
 
-@triton.jit
+@device
 def capped(logits, softcap, SOFTCAP: tl.constexpr):
     """``softcap * tanh(logits / softcap)`` where ``SOFTCAP``."""
     if SOFTCAP:
@@ -134,21 +148,21 @@ def capped(logits, softcap, SOFTCAP: tl.constexpr):
     return logits
 
 
-@triton.jit
+@device
 def softmax_step(peak, total, logits):
     """Join ``logits [M, R]``, -inf where masked, to a running softmax.
 
     Returns the new ``peak`` and ``total [M]``, what the sums so far are multiplied by ``[M]``, and the weights
     ``[M, R]``.
     """
-    new = tl.maximum(peak, tl.max(logits, 1))
+    new = tl.maximum(peak, max_of(logits, 1))
     base = tl.where(new == NONE, 0.0, new)
     weight = tl.exp(logits - base[:, None])
     keep = tl.exp(peak - base)
-    return new, total * keep + tl.sum(weight, 1), keep, weight
+    return new, total * keep + sum_of(weight, 1), keep, weight
 
 
-@triton.jit
+@device
 def softmax_step_one(peak, total, logit):
     """As :func:`softmax_step` with one logit a row, ``[M]``."""
     new = tl.maximum(peak, logit)
@@ -158,7 +172,7 @@ def softmax_step_one(peak, total, logit):
     return new, total * keep + weight, keep, weight
 
 
-@triton.jit
+@device
 def load_columns(start, live, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Rows at the pointers ``start [M]``, ``[M, WIDTH]`` in float32, zero beyond ``live`` and ``DIM``."""
     column = tl.arange(0, WIDTH)
@@ -166,7 +180,7 @@ def load_columns(start, live, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
     return tl.load(start[:, None] + column[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@device
 def load_ordered(start, live, stride, order, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """As :func:`load_columns`, column ``s`` from the channel at ``order + s``, the stored order."""
     column = tl.arange(0, WIDTH)
@@ -175,14 +189,14 @@ def load_ordered(start, live, stride, order, DIM: tl.constexpr, WIDTH: tl.conste
     return tl.load(start[:, None] + channel[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@device
 def load_vector(start, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """``DIM`` numbers as float32 ``[WIDTH]``, zero beyond."""
     column = tl.arange(0, WIDTH)
     return tl.load(start + column, mask=(column < DIM) & live, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@device
 def _equal_part(row, keep, DIM: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
     """The part of ``PART`` bits of codes of ``BITS`` bits, in its place within the code."""
     BYTES: tl.constexpr = (DIM * PART + 7) // 8
@@ -196,7 +210,7 @@ def _equal_part(row, keep, DIM: tl.constexpr, BITS: tl.constexpr, PART: tl.const
     return field << (BITS & (PART - 1))
 
 
-@triton.jit
+@device
 def load_codes(
     start,
     rows,
@@ -213,7 +227,7 @@ def load_codes(
     place = tl.arange(0, WIDTH)
     row = start + rows.to(tl.int64)[:, None] * ROW_BYTES
     keep = live[:, None] & (place < DIM)[None, :]
-    codes = tl.zeros([rows.shape[0], WIDTH], tl.int32)
+    codes = tl.full([rows.shape[0], WIDTH], 0, tl.int32)
     if BITS >= 0:
         if BITS & 8:
             codes |= _equal_part(row, keep, DIM, BITS, 8, WIDTH)
@@ -233,7 +247,7 @@ def load_codes(
     return codes
 
 
-@triton.jit
+@device
 def code_queries(q, scale, low, unit, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Queries ``[M, WIDTH]`` that meet the codes of one scale group, and the constant ``[M]`` of its rows' logits.
 
@@ -243,10 +257,10 @@ def code_queries(q, scale, low, unit, DIM: tl.constexpr, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     step = tl.load(scale + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
     bias = tl.load(low + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
-    return q * step[None, :], tl.sum(q * bias[None, :], 1)
+    return q * step[None, :], sum_of(q * bias[None, :], 1)
 
 
-@triton.jit
+@device
 def rank_queries(
     q,
     basis,
@@ -269,7 +283,7 @@ def rank_queries(
     return result
 
 
-@triton.jit
+@device
 def load_u(u, rows, live, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Stored rows of ``u``, ``[R, RANKS]`` in their own dtype."""
     rank = tl.arange(0, RANKS)
@@ -277,10 +291,10 @@ def load_u(u, rows, live, RANK: tl.constexpr, RANKS: tl.constexpr):
     return tl.load(u + rows[:, None] * RANK + rank[None, :], mask=inside, other=0)
 
 
-@triton.jit
+@device
 def is_kept(rows, positions, COUNT: tl.constexpr, COUNTS: tl.constexpr):
     """Which of ``rows [R]`` are among the ``COUNT`` residual positions of a block."""
     place = tl.arange(0, COUNTS)
     kept = tl.load(positions + place, mask=place < COUNT, other=0).to(tl.int32)
     same = (rows[:, None] == kept[None, :]) & (place < COUNT)[None, :]
-    return tl.sum(same.to(tl.int32), 1) > 0
+    return sum_of(same.to(tl.int32), 1) > 0
