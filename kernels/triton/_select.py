@@ -65,16 +65,6 @@ def _keys(score, slots, count, head, tail):
 
 
 @triton.jit
-def _place(out, slots, chosen, wanted, width, BLOCK: tl.constexpr):
-    """Store the chosen slots, ascending, and -1 after them."""
-    rank = tl.cumsum(chosen, axis=0) - chosen
-    tl.store(out + rank, slots, mask=chosen > 0)
-    for start in range(0, width, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        tl.store(out + place, tl.full([BLOCK], -1, tl.int32), mask=(place >= wanted) & (place < width))
-
-
-@triton.jit
 def _softmax_select_kernel(
     scores,  # [P, maxed, meaned, N]
     counts,
@@ -101,7 +91,7 @@ def _softmax_select_kernel(
     count, head, tail, wanted = _bounds(problem, counts, tails, total, per, top_k, sink, recent, GROW)
     number = meaned if rows is None else tl.load(rows + problem)
     lane = tl.arange(0, HEADS * QUERIES)
-    share = tl.zeros([BLOCK], tl.float32)
+    share = tl.full([BLOCK], 0.0, tl.float32)
     for start in range(0, number, QUERIES):
         query = start + lane % QUERIES
         here = (query < number) & (lane // QUERIES < maxed)
@@ -119,7 +109,8 @@ def _softmax_select_kernel(
     share = share / tl.maximum(number, 1).to(tl.float32)
     keys = _keys(share, slots, count, head, tail)
     if BLOCK <= RANKED:
-        better = (keys[:, None] > keys[None, :]) | ((keys[:, None] == keys[None, :]) & (slots[:, None] < slots[None, :]))
+        better = keys[:, None] > keys[None, :]
+        better |= (keys[:, None] == keys[None, :]) & (slots[:, None] < slots[None, :])
         chosen = ((tl.sum(better.to(tl.int32), axis=0) < wanted) & (slots < count)).to(tl.int32)
     else:
         threshold = tl.full([1], 0, tl.uint32)
@@ -132,8 +123,13 @@ def _softmax_select_kernel(
         above, equal = (keys > threshold).to(tl.int32), (keys == threshold).to(tl.int32)
         tie = tl.cumsum(equal, axis=0) - equal
         chosen = above | (equal & (tie < wanted - tl.sum(above, axis=0)).to(tl.int32))
+    rank = tl.cumsum(chosen, axis=0) - chosen
     for copy in range(repeat):
-        _place(out + (problem * repeat + copy) * width, slots, chosen, wanted, width, BLOCK)
+        row = out + (problem * repeat + copy) * width
+        tl.store(row + rank, slots, mask=chosen > 0)
+        for start in range(0, width, BLOCK):
+            place = start + slots
+            tl.store(row + place, tl.full([BLOCK], -1, tl.int32), mask=(place >= wanted) & (place < width))
 
 
 @triton.jit
@@ -144,7 +140,7 @@ def _row_sums_kernel(scores, counts, peaks, masses, total, rows, per, ROWS: tl.c
     count = total if counts is None else tl.minimum(tl.load(counts + problem // per).to(tl.int32), total)
     base = scores + (problem * rows + row)[:, None] * total
     peak = tl.full([ROWS], -float("inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
+    mass = tl.full([ROWS], 0.0, tl.float32)
     for start in range(0, count, BLOCK):
         slots = start + tl.arange(0, BLOCK)
         here = (row < rows)[:, None] & (slots < count)[None, :]
@@ -165,9 +161,9 @@ def _mean_share_kernel(scores, peaks, masses, rows, shares, total, maxed, meaned
     problem = tl.program_id(0).to(tl.int64)
     slots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = meaned if rows is None else tl.load(rows + problem)
-    share = tl.zeros([BLOCK], tl.float32)
+    share = tl.full([BLOCK], 0.0, tl.float32)
     for query in range(0, number):
-        largest = tl.zeros([BLOCK], tl.float32)
+        largest = tl.full([BLOCK], 0.0, tl.float32)
         for one in range(0, maxed):
             row = (problem * maxed + one) * meaned + query
             score = tl.load(scores + row * total + slots, mask=slots < total, other=-float("inf"))
@@ -204,14 +200,14 @@ def _select_kernel(
     digits = tl.arange(0, 1 << RADIX_BITS).to(tl.uint32)
     for step in range(32 // RADIX_BITS):
         least = threshold | (digits << (32 - RADIX_BITS * (step + 1)))
-        reached = tl.zeros([1 << RADIX_BITS], tl.int32)
+        reached = tl.full([1 << RADIX_BITS], 0, tl.int32)
         for start in range(0, count, BLOCK):
             score = tl.load(base + start + slots, mask=start + slots < count, other=0.0)
             keys = _keys(score, start + slots, count, head, tail)
             reached += tl.sum((keys[None, :] >= least[:, None]).to(tl.int32), axis=1)
         # the largest number that as many keys reach as are wanted
         threshold = tl.max(tl.where(reached >= wanted, least, 0), axis=0, keep_dims=True)
-    above = tl.zeros([BLOCK], tl.int32)
+    above = tl.full([BLOCK], 0, tl.int32)
     for start in range(0, count, BLOCK):
         score = tl.load(base + start + slots, mask=start + slots < count, other=0.0)
         above += (_keys(score, start + slots, count, head, tail) > threshold).to(tl.int32)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
-from ._rows import NONE, capped, dot, rounded, softmax_step
+from ._rows import NONE, capped, rounded, softmax_step
 from ._select import Pins, select_scores
 
 KEY_SUB_BLOCK = 32
@@ -27,11 +27,11 @@ class PrefillConfig(NamedTuple):
     num_stages: int
 
 
-def config(rows: int, block_size: int, width: int, wide: bool) -> PrefillConfig:
-    """``rows`` queries of a block, heads of up to ``width`` channels; ``wide`` where float32 is multiplied."""
-    most, least = (256, 256) if INTERPRETED else (64, 32) if wide else (128, 64 if width <= 128 else 32)
+def config(rows: int, keys: int, width: int, wide: bool) -> PrefillConfig:
+    """``rows`` queries of a block over at most ``keys``, heads of up to ``width`` channels; ``wide`` in float32."""
+    most, longest = (256, 256) if INTERPRETED else (64, 32) if wide else (128, 64 if width <= 128 else 32)
     tile = min(most, power_of_two(rows, 16))
-    return PrefillConfig(tile, min(least, power_of_two(block_size, 16)), 8 if tile * width >= 16384 or wide else 4, 2)
+    return PrefillConfig(tile, min(longest, power_of_two(keys, 16)), 8 if tile * width >= 16384 or wide else 4, 2)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _group_scores_kernel(
         for start in range(0, number, ROWS):
             row = start + tl.arange(0, ROWS)
             query = query_means + ((which * query_blocks + block) * (QUERY_GROUPS * GROUP) + row) * DIM
-            logits = tl.zeros([ROWS, BLOCKS * LANES], tl.float32)
+            logits = tl.full([ROWS, BLOCKS * LANES], 0.0, tl.float32)
             for chunk in range(CHUNKS):
                 at = chunk * CHUNK + column
                 a = tl.load(
@@ -148,7 +148,7 @@ def _group_scores_kernel(
 
 @triton.jit
 def _distinct_kernel(
-    indices,  # [B, Hkv, n, W]
+    indices,  # [B, Hkv, n, W], ascending
     lists,
     used,
     query_blocks,
@@ -159,22 +159,18 @@ def _distinct_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The first of each index that names a block the queries can see, close together, and how many there are."""
+    """Each index that names a block the queries can see, once and close together, and how many there are."""
     problem = tl.program_id(0).to(tl.int64)
     _, _, count = _reach((problem % query_blocks).to(tl.int32), queries, keys, PREFILL, SIZE)
-    base, lane = indices + problem * width, tl.arange(0, TILE)
     found = 0
     for start in range(0, width, TILE):
-        place = start + lane
-        mine = tl.load(base + place, mask=place < width, other=-1)
-        repeated = tl.zeros([TILE], tl.int32)
-        for before in range(0, start + TILE, TILE):
-            other = tl.load(base + before + lane, mask=before + lane < width, other=-1)
-            same = (other[None, :] == mine[:, None]) & ((before + lane)[None, :] < place[:, None])
-            repeated += tl.sum(same.to(tl.int32), axis=1)
-        kept = ((mine >= 0) & (mine < count) & (repeated == 0)).to(tl.int32)
+        place = start + tl.arange(0, TILE)
+        at = indices + problem * width + place
+        one = tl.load(at, mask=place < width, other=-1)
+        before = tl.load(at - 1, mask=(place > 0) & (place < width), other=-1)
+        kept = ((one >= 0) & (one < count) & (one != before)).to(tl.int32)
         rank = found + tl.cumsum(kept, axis=0) - kept
-        tl.store(lists + problem * width + rank, mine.to(tl.int32), mask=kept > 0)
+        tl.store(lists + problem * width + rank, one.to(tl.int32), mask=kept > 0)
         found += tl.sum(kept, axis=0)
     tl.store(used + problem, found)
 
@@ -220,9 +216,8 @@ def _attend_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Rows are the queries of a block, one head after another."""
+    """Rows are the queries of a block, one head after another; its key blocks are walked as one run of keys."""
     TILES: tl.constexpr = (GROUP * PREFILL + ROWS - 1) // ROWS
-    STEPS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
     UNIT: tl.constexpr = 16384.0 if tl.float16 == DOT else 1.0  # keeps small weights off float16's subnormal numbers
     which = tl.program_id(1).to(tl.int64)
     batch, head_kv = which // HEADS_KV, which % HEADS_KV
@@ -241,16 +236,21 @@ def _attend_kernel(
     k_base = k + batch * k_b + head_kv * k_h
     v_base = v + batch * v_b + head_kv * v_h
 
-    peak, total = tl.full([ROWS], NONE, tl.float32), tl.zeros([ROWS], tl.float32)
+    peak, total = tl.full([ROWS], NONE, tl.float32), tl.full([ROWS], 0.0, tl.float32)
     if sink is not None:
         peak = tl.load(sink + head, mask=live, other=NONE).to(tl.float32)
         total = tl.where(peak == NONE, 0.0, 1.0)
-    sums = tl.zeros([ROWS, WIDTH_V], tl.float32)
+    sums = tl.full([ROWS, WIDTH_V], 0.0, tl.float32)
     chosen = lists + (which * query_blocks + block) * width
-    for step in range(tl.load(used + which * query_blocks + block) * STEPS):
-        start = tl.load(chosen + step // STEPS) * SIZE
-        key = start + step % STEPS * KEYS + tl.arange(0, KEYS)
-        inside = (key < start + SIZE) & (key <= last)
+    count = tl.load(used + which * query_blocks + block) * SIZE
+    for start in range(0, count, KEYS):
+        lane = start + tl.arange(0, KEYS)
+        if SIZE % KEYS == 0:
+            key = tl.load(chosen + start // SIZE) * SIZE + lane % SIZE
+            inside = key <= last
+        else:
+            key = tl.load(chosen + lane // SIZE, mask=lane < count, other=0) * SIZE + lane % SIZE
+            inside = (lane < count) & (key <= last)
         wide = key.to(tl.int64)
         keys_t = tl.load(
             k_base + (wide * k_s)[None, :] + (column * k_d)[:, None],
@@ -258,7 +258,7 @@ def _attend_kernel(
             other=0.0,
         )
         if tl.float32 == DOT:
-            logits = dot(rows, keys_t, DOT) * sm_scale
+            logits = tl.dot(rows, keys_t.to(tl.float32), input_precision="ieee") * sm_scale
         else:
             logits = tl.dot(rows, keys_t) * sm_scale
         logits = capped(logits, softcap, SOFTCAP)
@@ -271,7 +271,7 @@ def _attend_kernel(
         )
         sums = sums * keep[:, None]
         if tl.float32 == DOT:
-            sums += dot(weight, values, DOT)
+            sums = tl.dot(weight, values.to(tl.float32), sums, input_precision="ieee")
         else:  # weights go in as two numbers, so that their rounding stays near float32's
             weight = weight * UNIT
             high = weight.to(DOT)
@@ -303,7 +303,8 @@ def select_key_blocks(
     query_means = _group_means(q, group, prefill_block, QUERY_SUB_BLOCK, query_blocks)
     key_means = _group_means(k, 1, block_size, KEY_SUB_BLOCK, count)
     rows, lanes = query_groups * group, power_of_two(key_groups)
-    tile, blocks = min(64, power_of_two(rows, 16)), power_of_two(min(count, max(1, 64 // lanes)), triton.cdiv(16, lanes))
+    tile = min(64, power_of_two(rows, 16))
+    blocks = power_of_two(min(count, max(1, 64 // lanes)), triton.cdiv(16, lanes))
     chunk = min(64, power_of_two(dim, 16))
     step = min(query_blocks, max(1, WORKSPACE_BYTES // (4 * problems * rows * count)))
     chosen = []
@@ -399,7 +400,7 @@ def prefill_attention(
         if sink is not None:
             lse = sink.float().view(1, -1, 1).expand_as(lse).clone()
         return q.new_zeros(batch, heads, length, dim_v), lse
-    lists, group = block_indices.contiguous(), heads // heads_kv
+    group, lists = heads // heads_kv, block_indices.sort(dim=3).values
     used = torch.empty(batch, heads_kv, query_blocks, dtype=torch.int32, device=q.device)
     distinct = torch.empty(lists.shape, dtype=torch.int32, device=q.device)
     launch(
@@ -414,15 +415,15 @@ def prefill_attention(
         keys,
         PREFILL=prefill_block,
         SIZE=block_size,
-        TILE=min(64, power_of_two(width)),
-        num_warps=4,
+        TILE=min(256, power_of_two(width)),
+        num_warps=1,
         num_stages=1,
     )
     out = torch.empty(batch, heads, length, dim_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     width_k, width_v = power_of_two(dim, 16), power_of_two(dim_v, 16)
     multiplied = dot_dtype(q, k, v)
-    tiles = config(group * prefill_block, block_size, max(width_k, width_v), multiplied == tl.float32)
+    tiles = config(group * prefill_block, block_size * width, max(width_k, width_v), multiplied == tl.float32)
     launch(
         _attend_kernel,
         (triton.cdiv(group * prefill_block, tiles.rows) * query_blocks, batch * heads_kv),
