@@ -127,7 +127,7 @@ def run(
     _queue[:] = [(entry["job"], target) for (target, _), entry in found.items()]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache  # an own one: what ptxas says is not kept in the cache
+        os.environ["TRITON_CACHE_DIR"] = cache  # thousands of files
         keys = list(found)
         with multiprocessing.get_context("fork").Pool(processes) as pool:
             done = pool.imap_unordered(_work, range(len(keys)))

@@ -60,7 +60,7 @@ def compiled(job: Specialised, target: str) -> dict[str, Any]:
 
     ``failures`` names what must not be; it holds the compiler's message where there is no kernel.
     """
-    knobs.nvidia.dump_ptxas_log = True
+    knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True  # what ptxas says is not kept in the cache
     log, start = io.StringIO(), time.perf_counter()
     try:
         with contextlib.redirect_stdout(log), warnings.catch_warnings():
@@ -186,6 +186,7 @@ def _width(name: str, kind: str) -> int:
 
 _DEF = re.compile(r"^\s*(%\w+)(?::\d+)? = \"?([\w.]+)\"?(.*)$")
 _LOOP = re.compile(r"scf\.for (%\w+) = (%\w+) to (%\w+) step")
+_POINTER = re.compile(r"tt\.addptr (%\w+)[#\w]*, (%\w+)[#\w]* : [^,]+, (?:tensor<[\dx]*)?(i32|i64)\b")
 _THROUGH = (
     *("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "tt.unsplat", "tt.join", "tt.cat"),
     *("arith.addi", "arith.subi", "arith.muli", "arith.shli", "arith.divsi", "arith.divui", "arith.remsi"),
@@ -195,24 +196,43 @@ _PART_OF = ("arith.andi", "arith.remsi", "arith.remui")  # with a constant: belo
 
 
 class _Defs:
-    """Definitions of a TTIR module by name. Regions side by side may use a name twice: then all of them count."""
+    """Definitions of a TTIR module and what they depend on; every name made its region's own."""
 
     def __init__(self, ttir: str):
-        self.lines = ttir.splitlines()
-        self.defs: dict[str, list[tuple[str, list[str], str]]] = {}
-        for line in self.lines:
-            found, loop = _DEF.match(line), _LOOP.search(line)
-            if loop:  # between its ends
-                self.defs.setdefault(loop[1], []).append(("loop", [loop[2], loop[3]], ""))
+        self.defs: dict[str, tuple[str, list[str], str]] = {}
+        self.pointers: list[tuple[str, str, str]] = []  # base, offset and the offset's type
+        scopes: list[dict[str, str]] = [{}]
+
+        def known(name: str) -> str:
+            return next((scope[name] for scope in reversed(scopes) if name in scope), name)
+
+        def define(name: str, op: str, operands: list[str], rest: str) -> None:
+            scopes[-1][name] = f"{name}.{len(self.defs)}"
+            self.defs[scopes[-1][name]] = (op, operands, rest)
+
+        for line in ttir.splitlines():
+            line = re.sub(r" loc\(.*\)$", "", line).rstrip()
+            if line.lstrip().startswith("}") and len(scopes) > 1:
+                scopes.pop()
+            found, loop, pointer = _DEF.match(line), _LOOP.search(line), _POINTER.search(line)
+            if pointer:
+                self.pointers.append((pointer[1], known(pointer[2]), pointer[3]))
+            ends = [known(loop[2]), known(loop[3])] if loop else []
             if found:
                 name, op, rest = found.groups()
-                self.defs.setdefault(name, []).append((op, re.findall(r"%\w+", rest.partition(" : ")[0]), rest))
+                define(name, op, [known(each) for each in re.findall(r"%\w+", rest.partition(" : ")[0])], rest)
+            if line.endswith("{"):
+                scopes.append({})
+                if loop:
+                    define(loop[1], "loop", ends, "")  # between its ends
+                    for carried in re.findall(r"(%\w+) = ", line[loop.end() :]):
+                        define(carried, "scf.carried", [], "")
 
     def bounded(self, name: str) -> bool:
         """Whether a value is made of constants and ranges alone, so that compile time knows how large it is."""
-        return name in self.defs and all(self._bounded(*each) for each in self.defs[name])
-
-    def _bounded(self, op: str, operands: list[str], rest: str) -> bool:
+        if name not in self.defs:
+            return False
+        op, operands, rest = self.defs[name]
         if op in ("tt.make_range", "arith.constant"):
             return True
         if op in _PART_OF and self.constant(operands[-1]):
@@ -222,10 +242,8 @@ class _Defs:
         return op in ("loop", *_THROUGH) and bool(operands) and all(map(self.bounded, operands))
 
     def constant(self, name: str) -> bool:
-        return name in self.defs and all(
-            op == "arith.constant" or (op == "tt.splat" and all(map(self.constant, operands)))
-            for op, operands, _ in self.defs[name]
-        )
+        op, operands, _ = self.defs.get(name, ("", [], ""))
+        return op == "arith.constant" or (op == "tt.splat" and all(map(self.constant, operands)))
 
     def products(self, name: str, strict: bool, seen: set[str]) -> list[str]:
         """32-bit products on the way to ``name`` that 32 bits may not hold.
@@ -235,23 +253,23 @@ class _Defs:
         if name in seen or name not in self.defs:
             return []
         seen.add(name)
-        if any(op.startswith("scf.") for op, _, _ in self.defs[name]):
-            # what its region yields is not followed: any product may be it
-            return [product for other in self.defs for product in self._products(other, strict)]
-        found = self._products(name, strict)
-        for op, operands, _ in self.defs[name]:
-            if op in (*_THROUGH, "arith.extsi", "arith.extui"):
-                for operand in operands:
-                    found += self.products(operand, strict, seen)
+        op, operands, _ = self.defs[name]
+        if op.startswith("scf."):  # what a region yields or carries is not followed: any product may be it
+            return [product for other in self.defs for product in self._product(other, strict)]
+        if op in ("arith.extui", "arith.extsi") and self.bounded(name):
+            return []
+        found = self._product(name, strict)
+        if op in (*_THROUGH, "arith.extsi", "arith.extui"):
+            for operand in operands:
+                found += self.products(operand, strict, seen)
         return found
 
-    def _products(self, name: str, strict: bool) -> list[str]:
-        found = []
-        for op, operands, rest in self.defs[name]:
-            if op in ("arith.muli", "arith.shli") and re.search(r": (?:tensor<[\dx]*)?i32\b", rest):
-                held = (all if strict else any)(map(self.bounded, operands))
-                found += [] if held else [f"{name} = {op} {' '.join(operands)}"]
-        return found
+    def _product(self, name: str, strict: bool) -> list[str]:
+        op, operands, rest = self.defs[name]
+        if op not in ("arith.muli", "arith.shli") or re.search(r": (?:tensor<[\dx]*)?i32\b", rest) is None:
+            return []
+        held = (all if strict else any)(map(self.bounded, operands))
+        return [] if held else [f"{name.partition('.')[0]} = {op} {' '.join(operands)}"]
 
 
 def narrow_addresses(ttir: str) -> list[str]:
@@ -263,10 +281,6 @@ def narrow_addresses(ttir: str) -> list[str]:
     constant size of a tile counts elements along an axis.
     """
     defs, found = _Defs(ttir), []
-    for line in defs.lines:
-        pointer = re.search(r"tt\.addptr (%[\w#]+), (%[\w]+)[\w#]* : [^,]+, (?:tensor<[\dx]*)?(i32|i64)\b", line)
-        if pointer is None:
-            continue
-        base, offset, width = pointer.groups()
+    for base, offset, width in defs.pointers:
         found += [f"{base} + {offset}: {product}" for product in defs.products(offset, width == "i32", set())]
     return found

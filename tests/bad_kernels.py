@@ -44,7 +44,7 @@ def widened_late(x, y, out, stride, SIZE: tl.constexpr):
 
 @triton.jit
 def spilling(x, y, out, stride, SIZE: tl.constexpr):
-    row, column = tl.arange(0, SIZE), tl.arange(0, 128)
+    row, column = tl.arange(0, SIZE), tl.arange(0, SIZE)
     a = tl.load(x + row[:, None] * SIZE + column[None, :]).to(tl.float32)
     b = tl.load(y + row[:, None] * SIZE + column[None, :]).to(tl.float32)
     tl.store(out + row[:, None] * SIZE + column[None, :], tl.exp(a) * tl.sum(b, 0)[None, :] + b)
@@ -64,7 +64,7 @@ def main() -> None:
     out = torch.empty(64, 64, device="meta")
     for kernel in (good, in_tf32, narrow, widened_late, spilling, wrong):
         for target in sys.argv[1:]:
-            size = {"sm_90": 64, "gfx942": 256}[target] if kernel is spilling else 32  # a wave has 512 registers
+            size = {"sm_90": 64, "gfx942": 128}[target] if kernel is spilling else 32  # a wave has 512 registers
             options = {"SIZE": size, "num_warps": 1, "num_stages": 1}
             launch = Launch("test", kernel, (1,), (x, x, out, 64), options)
             job = compiled.specialised(launch, compiled.TARGETS[target])
