@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,12 +33,9 @@ class Launch(NamedTuple):
     def name(self) -> str:
         return self.kernel.fn.__name__
 
-    def value(self, name: str) -> Any:
-        """An argument or constant by the name that the kernel gives it."""
-        return self.bound()[name]
-
     def bound(self) -> dict[str, Any]:
-        return dict(zip(self.kernel.arg_names, self.arguments)) | self.options
+        """Arguments and constants by the names that the kernel gives them."""
+        return dict(zip(inspect.signature(self.kernel.fn).parameters, self.arguments)) | self.options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ def widened_late(x, y, out, stride, SIZE: tl.constexpr):
 
 @triton.jit
 def spilling(x, y, out, stride, SIZE: tl.constexpr):
-    row, column = tl.arange(0, SIZE), tl.arange(0, SIZE)
+    row, column = tl.arange(0, SIZE), tl.arange(0, 2 * SIZE)
     a = tl.load(x + row[:, None] * SIZE + column[None, :]).to(tl.float32)
     b = tl.load(y + row[:, None] * SIZE + column[None, :]).to(tl.float32)
     tl.store(out + row[:, None] * SIZE + column[None, :], tl.exp(a) * tl.sum(b, 0)[None, :] + b)
