@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch, power_of_two
+from ._rows import NONE, device, max_of, sum_of
 
 REGISTERS = 16384  # scores that one program holds
 RANKED = tl.constexpr(128)  # blocks that are ranked pair by pair
@@ -36,7 +37,7 @@ def config(total: int, maxed: int, meaned: int) -> SelectConfig:
     return SelectConfig(block, queries, 4 if block <= 1024 else 2, fused, warps)
 
 
-@triton.jit
+@device
 def _bounds(problem, counts, tails, total, per, top_k, sink, recent, GROW: tl.constexpr):
     """Valid blocks, the pinned first and last ones, and how many are chosen."""
     count = total if counts is None else tl.load(counts + problem // per).to(tl.int32)
@@ -47,17 +48,17 @@ def _bounds(problem, counts, tails, total, per, top_k, sink, recent, GROW: tl.co
     return count, head, tail, tl.minimum(wanted, count)
 
 
-@triton.jit
+@device
 def _shares(scores, peak):
     """Weights of scores before they are divided by their sum; each +inf weighs 1."""
-    safe = tl.where(peak == -float("inf"), 0.0, peak)
+    safe = tl.where(peak == NONE, 0.0, peak)
     return tl.where(scores == safe, 1.0, tl.exp(scores - safe))
 
 
-@triton.jit
+@device
 def _keys(score, slots, count, head, tail):
     """What orders blocks, uint32: 0 where none is, above it NaN and -inf, on top the pinned ones."""
-    score = tl.where(score != score, -float("inf"), tl.where(score == 0.0, 0.0, score))
+    score = tl.where(score != score, NONE, tl.where(score == 0.0, 0.0, score))
     bits = score.to(tl.uint32, bitcast=True)
     order = tl.where((bits >> 31) > 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     order = tl.where((slots < head) | (slots >= tail), 0xFFFFFFFF, order)
@@ -99,30 +100,30 @@ def _softmax_select_kernel(
         score = tl.load(
             scores + row[:, None] * total + slots[None, :],
             mask=here[:, None] & (slots < count)[None, :],
-            other=-float("inf"),
+            other=NONE,
         )
-        score = tl.where(score != score, -float("inf"), score)
-        weight = _shares(score, tl.max(score, axis=1)[:, None])
-        mass = tl.sum(weight, axis=1)
+        score = tl.where(score != score, NONE, score)
+        weight = _shares(score, max_of(score, axis=1)[:, None])
+        mass = sum_of(weight, axis=1)
         weight = weight / tl.where(mass > 0, mass, 1.0)[:, None]
-        share += tl.sum(tl.max(tl.reshape(weight, [HEADS, QUERIES, BLOCK]), axis=0), axis=0)
+        share += sum_of(max_of(tl.reshape(weight, [HEADS, QUERIES, BLOCK]), axis=0), axis=0)
     share = share / tl.maximum(number, 1).to(tl.float32)
     keys = _keys(share, slots, count, head, tail)
     if BLOCK <= RANKED:
         better = keys[:, None] > keys[None, :]
         better |= (keys[:, None] == keys[None, :]) & (slots[:, None] < slots[None, :])
-        chosen = ((tl.sum(better.to(tl.int32), axis=0) < wanted) & (slots < count)).to(tl.int32)
+        chosen = ((sum_of(better.to(tl.int32), axis=0) < wanted) & (slots < count)).to(tl.int32)
     else:
         threshold = tl.full([1], 0, tl.uint32)
         digits = tl.arange(0, 1 << RADIX_BITS).to(tl.uint32)
         for step in range(32 // RADIX_BITS):
             least = threshold | (digits << (32 - RADIX_BITS * (step + 1)))
-            reached = tl.sum((keys[None, :] >= least[:, None]).to(tl.int32), axis=1)
+            reached = sum_of((keys[None, :] >= least[:, None]).to(tl.int32), axis=1)
             # the largest number that as many keys reach as are wanted
-            threshold = tl.max(tl.where(reached >= wanted, least, 0), axis=0, keep_dims=True)
+            threshold = max_of(tl.where(reached >= wanted, least, 0), axis=0, keep_dims=True)
         above, equal = (keys > threshold).to(tl.int32), (keys == threshold).to(tl.int32)
         tie = tl.cumsum(equal, axis=0) - equal
-        chosen = above | (equal & (tie < wanted - tl.sum(above, axis=0)).to(tl.int32))
+        chosen = above | (equal & (tie < wanted - sum_of(above, axis=0)).to(tl.int32))
     rank = tl.cumsum(chosen, axis=0) - chosen
     for copy in range(repeat):
         row = out + (problem * repeat + copy) * width
@@ -139,17 +140,17 @@ def _row_sums_kernel(scores, counts, peaks, masses, total, rows, per, ROWS: tl.c
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     count = total if counts is None else tl.minimum(tl.load(counts + problem // per).to(tl.int32), total)
     base = scores + (problem * rows + row)[:, None] * total
-    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    peak = tl.full([ROWS], NONE, tl.float32)
     mass = tl.full([ROWS], 0.0, tl.float32)
     for start in range(0, count, BLOCK):
         slots = start + tl.arange(0, BLOCK)
         here = (row < rows)[:, None] & (slots < count)[None, :]
-        score = tl.load(base + slots[None, :], mask=here, other=-float("inf"))
-        score = tl.where(score != score, -float("inf"), score)
-        higher = tl.maximum(peak, tl.max(score, axis=1))
+        score = tl.load(base + slots[None, :], mask=here, other=NONE)
+        score = tl.where(score != score, NONE, score)
+        higher = tl.maximum(peak, max_of(score, axis=1))
         # nothing so far: a peak of -inf weighs nothing
         kept = tl.where(mass > 0, mass * _shares(peak, higher), 0.0)
-        mass = kept + tl.sum(_shares(score, higher[:, None]), axis=1)
+        mass = kept + sum_of(_shares(score, higher[:, None]), axis=1)
         peak = higher
     tl.store(peaks + problem * rows + row, peak, mask=row < rows)
     tl.store(masses + problem * rows + row, mass, mask=row < rows)
@@ -166,8 +167,8 @@ def _mean_share_kernel(scores, peaks, masses, rows, shares, total, maxed, meaned
         largest = tl.full([BLOCK], 0.0, tl.float32)
         for one in range(0, maxed):
             row = (problem * maxed + one) * meaned + query
-            score = tl.load(scores + row * total + slots, mask=slots < total, other=-float("inf"))
-            score = tl.where(score != score, -float("inf"), score)
+            score = tl.load(scores + row * total + slots, mask=slots < total, other=NONE)
+            score = tl.where(score != score, NONE, score)
             mass = tl.load(masses + row)
             largest = tl.maximum(largest, _shares(score, tl.load(peaks + row)) / tl.where(mass > 0, mass, 1.0))
         share += largest
@@ -204,14 +205,14 @@ def _select_kernel(
         for start in range(0, count, BLOCK):
             score = tl.load(base + start + slots, mask=start + slots < count, other=0.0)
             keys = _keys(score, start + slots, count, head, tail)
-            reached += tl.sum((keys[None, :] >= least[:, None]).to(tl.int32), axis=1)
+            reached += sum_of((keys[None, :] >= least[:, None]).to(tl.int32), axis=1)
         # the largest number that as many keys reach as are wanted
-        threshold = tl.max(tl.where(reached >= wanted, least, 0), axis=0, keep_dims=True)
+        threshold = max_of(tl.where(reached >= wanted, least, 0), axis=0, keep_dims=True)
     above = tl.full([BLOCK], 0, tl.int32)
     for start in range(0, count, BLOCK):
         score = tl.load(base + start + slots, mask=start + slots < count, other=0.0)
         above += (_keys(score, start + slots, count, head, tail) > threshold).to(tl.int32)
-    spare = wanted - tl.sum(above, axis=0)
+    spare = wanted - sum_of(above, axis=0)
     for copy in range(repeat):
         row = out + (problem * repeat + copy) * width
         placed, ties = 0, 0
@@ -223,8 +224,8 @@ def _select_kernel(
             chosen = (keys > threshold).to(tl.int32) | (equal & (tie < spare).to(tl.int32))
             rank = placed + tl.cumsum(chosen, axis=0) - chosen
             tl.store(row + rank, start + slots, mask=chosen > 0)
-            placed += tl.sum(chosen, axis=0)
-            ties += tl.sum(equal, axis=0)
+            placed += sum_of(chosen, axis=0)
+            ties += sum_of(equal, axis=0)
         for start in range(0, width, BLOCK):
             place = start + slots
             tl.store(row + place, tl.full([BLOCK], -1, tl.int32), mask=(place >= wanted) & (place < width))

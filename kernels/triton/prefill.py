@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
-from ._rows import NONE, capped, rounded, softmax_step
+from ._rows import NONE, capped, device, max_of, rounded, softmax_step, sum_of
 from ._select import Pins, select_scores
 
 KEY_SUB_BLOCK = 32
@@ -34,7 +34,7 @@ def config(rows: int, keys: int, width: int, wide: bool) -> PrefillConfig:
     return PrefillConfig(tile, min(longest, power_of_two(keys, 16)), 8 if tile * width >= 16384 or wide else 4, 2)
 
 
-@triton.jit
+@device
 def _reach(block, queries, keys, PREFILL: tl.constexpr, SIZE: tl.constexpr):
     """Position of a query block's first query and how many key blocks its queries can see."""
     first = block * PREFILL + keys - queries
@@ -71,7 +71,7 @@ def _group_means_kernel(
     live = (row < stop[:, None])[:, :, None] & (column < DIM)[None, None, :]
     base = x + batch * stride_b + head * stride_h
     at = row.to(tl.int64)[:, :, None] * stride_s + column[None, None, :].to(tl.int64) * stride_d
-    mean = tl.sum(tl.load(base + at, mask=live, other=0.0).to(tl.float32), axis=1)
+    mean = sum_of(tl.load(base + at, mask=live, other=0.0).to(tl.float32), axis=1)
     mean = mean / tl.maximum(stop - start, 1).to(tl.float32)[:, None]
     place = ((batch * (HEADS // GROUP) + head // GROUP) * groups + group) * GROUP + head % GROUP
     tl.store(out + place[:, None] * DIM + column[None, :], mean, mask=(group < groups)[:, None] & (column < DIM))
@@ -140,8 +140,8 @@ def _group_scores_kernel(
             logits = tl.where(counted[None, :], logits * sm_scale, NONE)
             unknown = (logits != logits).to(tl.int32)
             logits = tl.reshape(tl.where(unknown > 0, NONE, logits), [ROWS, BLOCKS, LANES])
-            unknown = tl.max(tl.reshape(unknown, [ROWS, BLOCKS, LANES]), axis=2)
-            largest = tl.where(unknown > 0, NONE, tl.max(logits, axis=2))
+            unknown = max_of(tl.reshape(unknown, [ROWS, BLOCKS, LANES]), axis=2)
+            largest = tl.where(unknown > 0, NONE, max_of(logits, axis=2))
             place = (problem * (QUERY_GROUPS * GROUP) + row)[:, None] * blocks + slot[None, :]
             tl.store(best + place, largest, mask=(row < number)[:, None] & (slot < blocks)[None, :])
 
@@ -171,7 +171,7 @@ def _distinct_kernel(
         kept = ((one >= 0) & (one < count) & (one != before)).to(tl.int32)
         rank = found + tl.cumsum(kept, axis=0) - kept
         tl.store(lists + problem * width + rank, one.to(tl.int32), mask=kept > 0)
-        found += tl.sum(kept, axis=0)
+        found += sum_of(kept, axis=0)
     tl.store(used + problem, found)
 
 
@@ -226,7 +226,7 @@ def _attend_kernel(
     query, head = block * PREFILL + row % PREFILL, head_kv * GROUP + row // PREFILL
     live = (row // PREFILL < GROUP) & (query < queries)
     position = query + keys - queries
-    last = tl.max(tl.where(live, position, -1), axis=0)
+    last = max_of(tl.where(live, position, -1), axis=0)
 
     column, column_v = tl.arange(0, WIDTH).to(tl.int64), tl.arange(0, WIDTH_V).to(tl.int64)
     at = batch * q_b + head * q_h + query.to(tl.int64) * q_s
@@ -357,7 +357,7 @@ def _group_means(x: Tensor, group: int, block: int, size: int, blocks: int) -> T
     per, width = triton.cdiv(block, size), power_of_two(dim, 16)
     groups, sub = blocks * per, min(size, power_of_two(block))
     out = torch.empty(batch * heads // group, groups, group, dim, dtype=torch.float32, device=x.device)
-    tile = min(power_of_two(groups), max(1, 8192 // (sub * width)))
+    tile = min(power_of_two(groups), max(1, (65536 if INTERPRETED else 8192) // (sub * width)))
     launch(
         _group_means_kernel,
         (triton.cdiv(groups, tile), batch * heads),
