@@ -13,11 +13,10 @@ INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """Float32 or wider ``x`` in ``dtype``, to nearest; what lies beyond its range becomes its largest number."""
-    x = x.to(tl.float32)
     if dtype == tl.float16:
-        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float32)
     elif dtype == tl.bfloat16:
-        x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
+        x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38).to(tl.float32)
         if INTERPRETED:  # its cast cuts the low bits off
             bits = x.to(tl.uint32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000

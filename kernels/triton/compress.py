@@ -244,8 +244,8 @@ def _rebuilt(
     ragged, strides, options = {"RAGGED": counts is not None}, out.stride()[:3], {"num_warps": 4, "num_stages": 1}
     tile = {"BLOCK_S": min(power_of_two(size, 16), 32), "BLOCK_D": min(power_of_two(heads * dim, 16), 64)}
     launch(
-        lowrank_rows, (batch * count, -(-size // tile["BLOCK_S"]), -(-heads * dim // tile["BLOCK_D"])), anchor, blocks.u,
-        _or(blocks.u_scale, anchor), blocks.u_unit, _or(basis, anchor), _or(basis_scale, anchor), _or(gain, anchor),
+        lowrank_rows, (batch * count, -(-size // tile["BLOCK_S"]), -(-heads * dim // tile["BLOCK_D"])), anchor,
+        blocks.u, _or(blocks.u_scale, anchor), blocks.u_unit, _or(basis, anchor), _or(basis_scale, anchor), _or(gain, anchor),
         _or(counts, anchor), out, count, heads, size, dim, rank, *strides, CODED=basis_scale is not None,
         GAINED=gain is not None, FACTORED=basis is not None and rank > 0, **ragged, **tile,
         BLOCK_R=power_of_two(rank, 16), **options,
