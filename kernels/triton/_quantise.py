@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -11,219 +13,223 @@ from dkv.types import RESIDUAL_GROUP, code_bytes
 
 from ._launch import launch, power_of_two
 from ._wide import (
+    differences,
     exact_power,
     head_of,
     packed_widths,
     rounded_half,
-    run_of,
+    runs_of,
     unit_exponent,
     whole,
-    wide_rows,
     width_of,
 )
 
 WORKSPACE_BYTES = 256 << 20  # codes before they are packed
-TILE = 4096  # numbers of a tile
+TILE = 8192  # numbers of a tile
 HALF_TOP = tl.constexpr(14)  # units put the largest stored number of a group near 2**14, well inside float16
-# Parts of a group's range that its codes may cover, by their bits; where the tails are few, a finer step pays for them.
-CLIPS = {
-    1: (1.0, 0.75, 0.6, 0.5, 0.42, 0.35, 0.3),
-    2: (1.0, 0.85, 0.75, 0.65, 0.55, 0.47),
-    3: (1.0, 0.9, 0.8, 0.7, 0.6),
-    4: (1.0, 0.94, 0.87, 0.8, 0.72),
-    5: (1.0, 0.95, 0.9),
-}
-MOST_CLIPS = max(map(len, CLIPS.values()))
-# [bits - 1][trial], 1 beyond a width's own list: a range that was tried before is never better
-CLIP_TABLE = tuple(clips + (1.0,) * (MOST_CLIPS - len(clips)) for clips in CLIPS.values())
+# [bits]: parts of a group's range that its codes may cover; where the tails are few, a finer step pays for them.
+CLIPS = (
+    (1.0,),
+    (1.0, 0.75, 0.6, 0.5, 0.42, 0.35, 0.3),
+    (1.0, 0.85, 0.75, 0.65, 0.55, 0.47),
+    (1.0, 0.9, 0.8, 0.7, 0.6),
+    (1.0, 0.94, 0.87, 0.8, 0.72),
+    (1.0, 0.95, 0.9),
+    (1.0,),
+    (1.0,),
+    (1.0,),
+)
+MOST_CLIPS = 8  # a power of two
 
 Segments = tuple[tuple[int, int], ...]  # (channels, bits) of each run of equally wide channels
 
 
 @triton.jit
-def _source(order, program, place, D, ORDERED: tl.constexpr):
-    """The channel at each place of the stored order."""
-    if ORDERED:
-        return tl.load(order + program * D + place, mask=place < D, other=0).to(tl.int64)
-    else:
-        return place
-
-
-@triton.jit
-def _group_rows(x, kept, block, head, n, group, index, channel, known, N, S, R, stride_b, stride_h, stride_t, stride_d,
-                ANCHORED: tl.constexpr, CHOSEN: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Some channels of a group's rows, less their anchor where they have one, and which are there."""
-    slot = group * GROUP + index.to(tl.int64)
-    used = (index < GROUP) & (slot < R)
+def _group_rows(
+    x, kept, block, n, head, channel, slot, known, N, S, R, stride_b, stride_h, stride_t, stride_d,
+    ANCHORED: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Kept rows ``slot [G, 1]`` of some channels ``[1, C]``, less their anchor where they have one."""
+    seen = known & (slot < R)
     if CHOSEN:
-        row = tl.load(kept + n * R + slot, mask=used, other=0).to(tl.int64)
+        row = tl.load(kept + n * R + slot, mask=seen, other=0).to(tl.int64)
     else:
         row = slot + 1
-    seen = used[:, None] & known[None, :]
-    rows = head_of(x, block, head, N, S, stride_b, stride_h, stride_t)
-    found = wide_rows(rows, row, channel, seen, stride_t, stride_d)
+    anchor = head_of(x, block, head, N, S, stride_b, stride_h, stride_t) + channel * stride_d
     if ANCHORED:
-        found -= tl.load(rows + channel * stride_d, mask=known, other=0.0).to(tl.float64)[None, :]
-    return found, seen
+        return differences(anchor + row * stride_t, anchor, seen, known)
+    else:
+        return tl.load(anchor + row * stride_t, mask=seen, other=0.0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["columns", "first"])
 def _row_ranges(
-    x, kept, weight, low, high, mean, importance, first, N, H, S, R, D, Q,
+    x, kept, weight, low, high, mean, importance, columns, first, N, H, S, R, D, Q,
     stride_b, stride_h, stride_t, stride_d, weight_stride_h, weight_stride_d,
     ANCHORED: tl.constexpr, CHOSEN: tl.constexpr, ORDERED: tl.constexpr, WEIGHTED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Least, largest and mean number of channels by group ``[n, H, Q, D]``, their importance ``[n, H, D]``."""
-    program = tl.program_id(0).to(tl.int64)
-    n, head = program // H, program % H
-    channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-    known = channel < D
-    index = tl.arange(0, BLOCK_G)
-    lost = tl.zeros((BLOCK_C,), tl.float64)
+    column = (tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    index = tl.arange(0, BLOCK_G).to(tl.int64)[:, None]
+    known = column < columns
+    pair, channel = column // D, column % D
+    lost = tl.zeros((1, BLOCK_C), tl.float64)
     for group in range(Q):
-        rows, seen = _group_rows(x, kept, first + n, head, n, group, index, channel, known, N, S, R,
-                                 stride_b, stride_h, stride_t, stride_d, ANCHORED, CHOSEN, GROUP)  # fmt: skip
-        least = tl.min(tl.where(seen, rows, float("inf")), 0)
-        most = tl.max(tl.where(seen, rows, float("-inf")), 0)
-        at = (program * Q + group) * D + channel
+        slot = group * GROUP + index
+        rows = _group_rows(
+            x, kept, first + pair // H, pair // H, pair % H, channel, slot, known, N, S, R,
+            stride_b, stride_h, stride_t, stride_d, ANCHORED, CHOSEN,
+        )  # fmt: skip
+        seen = known & (slot < R)
+        least = tl.min(tl.where(seen, rows, float("inf")), 0)[None, :]
+        most = tl.max(tl.where(seen, rows, float("-inf")), 0)[None, :]
+        at = (pair * Q + group) * D + channel
         tl.store(low + at, least, mask=known)
         tl.store(high + at, most, mask=known)
-        tl.store(mean + at, tl.sum(tl.where(seen, rows, 0.0), 0) / tl.minimum(R - group * GROUP, GROUP), mask=known)
-        if ORDERED:
-            spread = tl.where(known, most - least, 0.0)
-            lost += spread * spread
+        tl.store(mean + at, tl.sum(rows, 0)[None, :] / tl.minimum(R - group * GROUP, GROUP), mask=known)
+        spread = tl.where(known, most - least, 0.0)
+        lost += spread * spread
     if ORDERED:
         if WEIGHTED:
-            factor = tl.load(weight + head * weight_stride_h + channel * weight_stride_d, mask=known, other=0.0)
-            lost *= factor.to(tl.float64)
-        tl.store(importance + program * D + channel, lost, mask=known)
+            at = pair % H * weight_stride_h + channel * weight_stride_d
+            lost *= tl.load(weight + at, mask=known, other=0.0).to(tl.float64)
+        tl.store(importance + column, lost, mask=known)
 
 
 @triton.jit
 def _channel_order(importance, order, D, BLOCK_D: tl.constexpr, BLOCK_J: tl.constexpr):
     """Channels of a head by descending importance, ``[n, H, D]``."""
-    program = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
-    mine = tl.load(importance + program * D + channel, mask=channel < D, other=-1.0)
+    mine = tl.load(importance + pair * D + channel, mask=channel < D, other=-1.0)
     place = tl.zeros((BLOCK_D,), tl.int32)
     for start in range(0, D, BLOCK_J):
         other = start + tl.arange(0, BLOCK_J)
-        theirs = tl.load(importance + program * D + other, mask=other < D, other=-1.0)[None, :]
+        theirs = tl.load(importance + pair * D + other, mask=other < D, other=-1.0)[None, :]
         before = (theirs > mine[:, None]) | ((theirs == mine[:, None]) & (other[None, :] < channel[:, None]))
         place += tl.sum(before.to(tl.int32), 1)
-    tl.store(order + program * D + place, channel.to(tl.uint8), mask=channel < D)
+    tl.store(order + pair * D + place, channel.to(tl.uint8), mask=channel < D)
 
 
-@triton.jit
-def _codes(x, scale, low, levels):
-    """Codes as float64; 0 where the scale is 0."""
-    divisor = tl.where(scale > 0, scale, float("inf"))
-    code = (x - low[None, :]) / divisor[None, :]
-    return whole(tl.minimum(tl.maximum(code, 0.0), levels[None, :]))
-
-
-@triton.jit(do_not_specialize=["first", "widths"])
-def _code_rows(
-    x, kept, order, low, high, mean, codes, scale, minimum, unit, first, widths, N, H, S, R, D, Q,
-    stride_b, stride_h, stride_t, stride_d,
-    ANCHORED: tl.constexpr, CHOSEN: tl.constexpr, ORDERED: tl.constexpr, CLIPPED: tl.constexpr, TRIALS: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Codes ``[n, H, R, D]`` in stored order, float16 steps and minima ``[n, H, Q, D]``, unit ``[n, H]``."""
-    program = tl.program_id(0).to(tl.int64)
-    group, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    place = tl.arange(0, BLOCK_D).to(tl.int64)
-    channel = _source(order, program, place, D, ORDERED)
-    levels = tl.maximum((1 << width_of(place, widths, D)) - 1, 1)
-    reach = tl.zeros((BLOCK_D,), tl.float64)
-    for other in range(Q):
-        at = (program * Q + other) * D + channel
-        least = tl.load(low + at, mask=place < D, other=0.0)
-        most = tl.load(high + at, mask=place < D, other=0.0)
+@triton.jit(do_not_specialize=["pairs", "widths"])
+def _row_units(
+    low, high, order, unit, pairs, widths, D, Q, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Unit of each head, ``[n, H]``."""
+    pair = (tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    place = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    seen = (pair < pairs) & (place < D)
+    channel = place
+    if ORDERED:
+        channel = tl.load(order + pair * D + place, mask=seen, other=0).to(tl.int64)
+    levels = tl.maximum((1 << width_of(tl.minimum(place, D - 1), widths, D)) - 1, 1)
+    reach = tl.zeros((BLOCK_N, BLOCK_D), tl.float64)
+    for group in range(Q):
+        at = (pair * Q + group) * D + channel
+        least = tl.load(low + at, mask=seen, other=0.0)
+        most = tl.load(high + at, mask=seen, other=0.0)
         reach = tl.maximum(reach, tl.maximum(tl.abs(least), tl.abs(most)))
         reach = tl.maximum(reach, (most - least) / levels)
-    exponent = unit_exponent(tl.max(reach, 0), HALF_TOP)
-    if (group == 0) & (tile == 0):
-        tl.store(unit + program, exact_power(exponent).to(tl.float32))
-    shrink = exact_power(-exponent)
+    exponent = unit_exponent(tl.max(reach, 1)[:, None], HALF_TOP)
+    tl.store(unit + pair, exact_power(exponent).to(tl.float32), mask=pair < pairs)
 
-    place = (tile * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-    known = place < D
-    channel = _source(order, program, place, D, ORDERED)
-    index = tl.arange(0, BLOCK_G)
-    rows, seen = _group_rows(x, kept, first + program // H, program % H, program // H, group, index, channel, known,
-                             N, S, R, stride_b, stride_h, stride_t, stride_d, ANCHORED, CHOSEN, GROUP)  # fmt: skip
-    rows *= shrink
-    at = (program * Q + group) * D + channel
+
+@triton.jit(do_not_specialize=["columns", "first", "widths"])
+def _code_rows(
+    x, kept, order, low, high, mean, unit, clips, codes, scale, minimum, columns, first, widths, N, H, S, R, D, Q,
+    stride_b, stride_h, stride_t, stride_d,
+    ANCHORED: tl.constexpr, CHOSEN: tl.constexpr, ORDERED: tl.constexpr, TRIALS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Codes ``[n, H, R, D]`` in stored order, float16 steps and minima ``[n, H, Q, D]``."""
+    column = (tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    group = tl.program_id(1).to(tl.int64)
+    known = column < columns
+    pair, place = column // D, column % D
+    channel = place
+    if ORDERED:
+        channel = tl.load(order + column, mask=known, other=0).to(tl.int64)
+    slot = group * GROUP + tl.arange(0, BLOCK_G).to(tl.int64)[:, None]
+    seen = known & (slot < R)
+    shrink = 1.0 / tl.load(unit + pair, mask=known, other=1.0).to(tl.float64)
+    rows = shrink * _group_rows(
+        x, kept, first + pair // H, pair // H, pair % H, channel, slot, known, N, S, R,
+        stride_b, stride_h, stride_t, stride_d, ANCHORED, CHOSEN,
+    )  # fmt: skip
+    at = (pair * Q + group) * D + channel
     least = tl.load(low + at, mask=known, other=0.0) * shrink
     most = tl.load(high + at, mask=known, other=0.0) * shrink
-    middle, spread = (least + most) / 2, most - least
     bits = width_of(place, widths, D)
     levels = tl.maximum((1 << bits) - 1, 1).to(tl.float64)
-    best_scale = rounded_half(spread / levels)
-    best_low = rounded_half(middle - spread / 2)
+    # what each trial would store, [T, C]
+    trial = tl.arange(0, BLOCK_T)[:, None]
+    part = tl.load(clips + bits * BLOCK_T + trial)
+    trial_scale = rounded_half(part * (most - least) / levels)
+    trial_low = rounded_half((least + most) / 2 - part * (most - least) / 2)
+    chosen = tl.zeros((1, BLOCK_C), tl.int32)
     if TRIALS > 1:
-        best = tl.full((BLOCK_C,), float("inf"), tl.float64)
-        for trial in tl.static_range(TRIALS):
-            factor = tl.full((BLOCK_C,), 1.0, tl.float64)
-            for row in tl.static_range(len(CLIPPED)):
-                factor = tl.where(bits == row + 1, CLIPPED[row][trial], factor)
-            trial_low = rounded_half(middle - factor * spread / 2)
-            trial_scale = rounded_half(factor * spread / levels)
-            error = _codes(rows, trial_scale, trial_low, levels) * trial_scale[None, :] + trial_low[None, :] - rows
-            error = tl.sum(tl.where(seen, error * error, 0.0), 0)
-            better = error < best
-            best = tl.where(better, error, best)
-            best_scale = tl.where(better, trial_scale, best_scale)
-            best_low = tl.where(better, trial_low, best_low)
+        best = tl.full((1, BLOCK_C), float("inf"), tl.float64)
+        for index in range(TRIALS):
+            step = tl.sum(tl.where(trial == index, trial_scale, 0.0), 0)[None, :]
+            base = tl.sum(tl.where(trial == index, trial_low, 0.0), 0)[None, :]
+            code = (rows - base) / tl.where(step > 0, step, float("inf"))
+            code = whole(tl.minimum(tl.maximum(code, 0.0), levels))
+            error = tl.where(seen, code * step + base - rows, 0.0)
+            error = tl.sum(error * error, 0)[None, :]
+            chosen = tl.where(error < best, index, chosen)
+            best = tl.minimum(error, best)
+    step = tl.sum(tl.where(trial == chosen, trial_scale, 0.0), 0)[None, :]
+    base = tl.sum(tl.where(trial == chosen, trial_low, 0.0), 0)[None, :]
     average = tl.load(mean + at, mask=known, other=0.0) * shrink
-    best_scale = tl.where(bits > 0, best_scale, 0.0)
-    best_low = tl.where(bits > 0, best_low, rounded_half(average))
-    code = _codes(rows, best_scale, best_low, levels)
-    slot = group * GROUP + index
-    at = (program * R + slot)[:, None] * D + place[None, :]
-    tl.store(codes + at, code.to(tl.int32).to(tl.uint8), mask=seen)
-    at = (program * Q + group) * D + place
-    tl.store(scale + at, best_scale.to(tl.float32).to(tl.float16), mask=known)
-    tl.store(minimum + at, best_low.to(tl.float32).to(tl.float16), mask=known)
+    step = tl.where(bits > 0, step, 0.0)
+    base = tl.where(bits > 0, base, rounded_half(average))
+    code = (rows - base) / tl.where(step > 0, step, float("inf"))
+    code = whole(tl.minimum(tl.maximum(code, 0.0), levels))
+    tl.store(codes + (pair * R + slot) * D + place, code.to(tl.int32).to(tl.uint8), mask=seen)
+    at = (pair * Q + group) * D + place
+    tl.store(scale + at, step.to(tl.float32).to(tl.float16), mask=known)
+    tl.store(minimum + at, base.to(tl.float32).to(tl.float16), mask=known)
 
 
-@triton.jit(do_not_specialize=["rows", "widths"])
+@triton.jit(do_not_specialize=["lines", "widths"])
 def _pack(
-    codes, packed, rows, widths, D, BYTES, LANES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Y: tl.constexpr
+    codes, packed, lines, widths, D, BYTES, LANES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Y: tl.constexpr
 ):  # fmt: skip
-    """Bytes ``[rows, BYTES]`` of codes ``[rows, D]``."""
-    row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
-    byte = tl.arange(0, BLOCK_Y)
-    # of the part that a byte belongs to: its width, its lowest bit in a code, and the run's channels
-    part = tl.full((BLOCK_Y,), 8, tl.int32)
-    lowest = tl.zeros((BLOCK_Y,), tl.int32)
-    place = tl.zeros((BLOCK_Y,), tl.int32)
-    stride = tl.zeros((BLOCK_Y,), tl.int32)
-    stop = tl.zeros((BLOCK_Y,), tl.int32)
-    offset = 0
-    for descent in tl.static_range(8):
-        start, size = run_of(8 - descent, widths, D)
-        for fold in tl.static_range(4):
-            width: tl.constexpr = 8 >> fold
-            if (8 - descent) & width:
-                length = (size * width + 7) // 8
-                inside = (byte >= offset) & (byte < offset + length)
-                part = tl.where(inside, width, part)
-                lowest = tl.where(inside, (8 - descent) & (width - 1), lowest)
-                place = tl.where(inside, start + byte - offset, place)
-                stride = tl.where(inside, length, stride)
-                stop = tl.where(inside, start + size, stop)
-                offset += length
+    """Bytes ``[lines, BYTES]`` of codes ``[lines, D]``."""
+    line = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+    byte = tl.arange(0, BLOCK_Y)[None, :]
+    run_bits, run_start, run_size, run_byte, run_length = runs_of(widths, D)
+    mine = (byte >= run_byte) & (byte < run_byte + run_length)  # [16, Y]
+    bits = tl.sum(tl.where(mine, run_bits, 0), 0)[None, :]
+    start = tl.sum(tl.where(mine, run_start, 0), 0)[None, :]
+    size = tl.sum(tl.where(mine, run_size, 0), 0)[None, :]
+    left = byte - tl.sum(tl.where(mine, run_byte, 0), 0)[None, :]
+    part, lowest, place, stride = tl.zeros_like(bits) + 8, tl.zeros_like(bits), left, tl.zeros_like(bits)
+    for fold in tl.static_range(4):
+        width: tl.constexpr = 8 >> fold
+        length = tl.where((bits & width) != 0, (size * width + 7) // 8, 0)
+        inside = (left >= 0) & (left < length)
+        part = tl.where(inside, width, part)
+        lowest = tl.where(inside, bits & (width - 1), lowest)
+        place = tl.where(inside, left, place)
+        stride = tl.where(inside, length, stride)
+        left -= length
     total = tl.zeros((BLOCK_R, BLOCK_Y), tl.int32)
     for lane in range(LANES):
         channel = place + lane * stride
-        used = (row < rows) & ((lane * part < 8) & (channel < stop))[None, :]
-        code = tl.load(codes + row * D + channel[None, :], mask=used, other=0).to(tl.int32)
-        field = (code >> lowest[None, :]) & ((1 << part) - 1)[None, :]
-        total |= tl.where(used, field << (lane * part)[None, :], 0)
-    tl.store(packed + row * BYTES + byte[None, :], total.to(tl.uint8), mask=(row < rows) & (byte < BYTES)[None, :])
+        used = (line < lines) & (lane * part < 8) & (channel < size)
+        code = tl.load(codes + line * D + start + channel, mask=used, other=0).to(tl.int32)
+        field = (code >> lowest) & ((1 << part) - 1)
+        total |= tl.where(used, field << tl.minimum(lane * part, 7), 0)
+    tl.store(packed + line * BYTES + byte, total.to(tl.uint8), mask=(line < lines) & (byte < BYTES))
+
+
+@functools.cache
+def _clips(device: torch.device) -> Tensor:
+    """``[bits, trial]``; 1 beyond a width's own list, a range that is the first already."""
+    table = [(clips + (1.0,) * MOST_CLIPS)[:MOST_CLIPS] for clips in CLIPS]
+    return torch.tensor(table, dtype=torch.float64, device=device)
 
 
 def code_rows(
@@ -270,10 +276,10 @@ def code_rows(
     return packed, scale, minimum, unit, order
 
 
-def tiles(num_residuals: int, dim: int) -> dict[str, int]:
-    """Rows and channels that are coded by one program."""
+def tiles(num_residuals: int, columns: int) -> dict[str, int]:
+    """Rows of a group and channels, of any heads, that are coded by one program."""
     rows = power_of_two(min(num_residuals, RESIDUAL_GROUP), 16)
-    return {"BLOCK_G": rows, "BLOCK_C": min(power_of_two(dim, 16), TILE // rows)}
+    return {"BLOCK_G": rows, "BLOCK_C": min(power_of_two(columns, 16), TILE // rows)}
 
 
 def _code_blocks(
@@ -301,27 +307,34 @@ def _code_blocks(
     plain = bits == (8,)  # a code is a byte
     codes = packed if plain else x.new_empty(n, heads, num_residuals, dim, dtype=torch.uint8)
     chosen = {"ANCHORED": anchored, "CHOSEN": kept is not None, "ORDERED": order is not None, "GROUP": RESIDUAL_GROUP}
-    block = tiles(num_residuals, dim)
-    channels, options = -(-dim // block["BLOCK_C"]), {"num_warps": 4, "num_stages": 1}
+    pairs, columns, packed_bits = n * heads, n * heads * dim, packed_widths(widths)
+    block, padded = tiles(num_residuals, columns), power_of_two(dim, 16)
+    programs, options = -(-columns // block["BLOCK_C"]), {"num_warps": 8, "num_stages": 1}
     where, given = x if kept is None else kept, x if weight is None else weight
-    rows = (count, heads, size, num_residuals, dim, groups)
+    ordering, shape = x if order is None else order, (count, heads, size, num_residuals, dim, groups)
     launch(
-        _row_ranges, (n * heads, channels), x, where, given, low, high, mean, importance, first, *rows, *x.stride(),
-        *(given.stride()[-2:]), **chosen, WEIGHTED=weight is not None, **block, **options,
+        _row_ranges, (programs,), x, where, given, low, high, mean, importance, columns, first, *shape, *x.stride(),
+        *given.stride()[-2:], **chosen, WEIGHTED=weight is not None, **block, **options,
     )  # fmt: skip
     if order is not None:
-        padded = power_of_two(dim, 16)
-        launch(_channel_order, (n * heads,), importance, order, dim, BLOCK_D=padded, BLOCK_J=min(padded, 32), **options)
+        launch(_channel_order, (pairs,), importance, order, dim, BLOCK_D=padded, BLOCK_J=min(padded, 32), **options)
+    if not num_residuals:
+        return
+    several = min(power_of_two(pairs), TILE // padded)
     launch(
-        _code_rows, (n * heads, groups, channels), x, where, x if order is None else order, low, high, mean, codes,
-        scale, minimum, unit, first, packed_widths(widths), *rows, *x.stride(), **chosen, CLIPPED=CLIP_TABLE,
-        TRIALS=max(len(CLIPS.get(width, (1,))) for width in bits), **block, BLOCK_D=power_of_two(dim, 16), **options,
+        _row_units, (-(-pairs // several),), low, high, ordering, unit, pairs, packed_bits, dim, groups,
+        ORDERED=order is not None, BLOCK_N=several, BLOCK_D=padded, **options,
     )  # fmt: skip
-    if not plain:
-        length, lines = packed.shape[-1], n * heads * num_residuals
+    launch(
+        _code_rows, (programs, groups), x, where, ordering, low, high, mean, unit, _clips(x.device), codes, scale,
+        minimum, columns, first, packed_bits, *shape, *x.stride(), **chosen,
+        TRIALS=max(len(CLIPS[width]) for width in bits), **block, BLOCK_T=MOST_CLIPS, **options,
+    )  # fmt: skip
+    length, lines = packed.shape[-1], pairs * num_residuals
+    if length and not plain:
         padded = power_of_two(length, 16)
-        narrowest = min((width & -width for width in bits if width), default=8)
+        narrowest = min(width & -width for width in bits if width)
         launch(
-            _pack, (-(-lines // (TILE // padded)) if length else 0,), codes, packed, lines, packed_widths(widths), dim,
-            length, LANES=8 // narrowest, BLOCK_R=TILE // padded, BLOCK_Y=padded, **options,
+            _pack, (-(-lines // (TILE // padded)),), codes, packed, lines, packed_bits, dim, length,
+            LANES=8 // narrowest, BLOCK_R=TILE // padded, BLOCK_Y=padded, **options,
         )  # fmt: skip

@@ -17,17 +17,10 @@ def head_of(x, block, head, N, S, stride_b, stride_h, stride_t):
 
 
 @triton.jit
-def wide_rows(head, row, channel, seen, stride_t, stride_d):
-    """Rows of a head, 0 where not seen."""
-    at = row[:, None] * stride_t + channel[None, :] * stride_d
-    return tl.load(head + at, mask=seen, other=0.0).to(tl.float64)
-
-
-@triton.jit
-def differences(head, row, channel, seen, known, stride_t, stride_d):
-    """Rows of a head less its first, 0 where not seen."""
-    anchor = tl.load(head + channel * stride_d, mask=known, other=0.0).to(tl.float64)
-    return tl.where(seen, wide_rows(head, row, channel, seen, stride_t, stride_d) - anchor[None, :], 0.0)
+def differences(rows, anchor, seen, known):
+    """Numbers of rows less those of their anchor, 0 where not seen."""
+    x = tl.load(rows, mask=seen, other=0.0).to(tl.float64) - tl.load(anchor, mask=known, other=0.0).to(tl.float64)
+    return tl.where(seen, x, 0.0)
 
 
 @triton.jit
@@ -61,7 +54,7 @@ def rounded_half(x):
 def signed_codes(x, scale):
     """Codes -127..127 of ``x / scale``, 0 where the scale is 0."""
     code = tl.where(scale > 0, x / tl.where(scale > 0, scale, 1.0), 0.0)
-    return tl.minimum(tl.maximum(whole(code), -127.0), 127.0)
+    return whole(tl.minimum(tl.maximum(code, -127.0), 127.0)).to(tl.int32).to(tl.int8)
 
 
 def packed_widths(widths: tuple[int, ...]) -> int:
@@ -72,15 +65,21 @@ def packed_widths(widths: tuple[int, ...]) -> int:
 @triton.jit
 def width_of(place, widths, D):
     """Bits of the channel at a place of the stored order."""
-    eighth = tl.minimum((8 * (place + 1) + D - 1) // D - 1, 7)  # places beyond D too
+    eighth = (8 * (place + 1) + D - 1) // D - 1
     return ((widths.to(tl.int64) >> (4 * eighth.to(tl.int64))) & 15).to(tl.int32)
 
 
 @triton.jit
-def run_of(BITS: tl.constexpr, widths, D):
-    """First place and length of the run of channels of ``BITS``."""
-    eighth = tl.arange(0, EIGHTH_COUNT).to(tl.int64)
-    bits = (widths.to(tl.int64) >> (4 * eighth)) & 15
+def runs_of(widths, D):
+    """Of the run of each width: the width, its first place, channels, first byte and bytes; ``[16, 1]``."""
+    bits = tl.arange(0, 16)[:, None]
+    eighth = tl.arange(0, EIGHTH_COUNT)[None, :]
     size = (eighth + 1) * D // EIGHTH_COUNT - eighth * D // EIGHTH_COUNT
-    start = tl.sum(tl.where(bits > BITS, size, 0), 0)
-    return start.to(tl.int32), tl.sum(tl.where(bits == BITS, size, 0), 0).to(tl.int32)
+    width = ((widths.to(tl.int64) >> (4 * eighth.to(tl.int64))) & 15).to(tl.int32)
+    count = tl.sum(tl.where(width == bits, size, 0), 1)[:, None]
+    start = tl.sum(tl.where(width > bits, size, 0), 1)[:, None]
+    length = tl.zeros_like(count)
+    for fold in tl.static_range(4):
+        part: tl.constexpr = 8 >> fold
+        length += tl.where((bits & part) != 0, (count * part + 7) // 8, 0)
+    return bits, start, count, tl.cumsum(length, 0, reverse=True) - length, length

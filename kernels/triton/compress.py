@@ -24,7 +24,7 @@ from ._rebuild import lowrank_rows, residual_rows
 from ._wide import packed_widths
 
 WORKSPACE_BYTES = 256 << 20  # blocks factored together; the result of a block does not depend on it
-TILE = 4096  # numbers of a tile
+TILE = 8192  # numbers of a tile
 
 Parts = dict[str, Tensor]
 
@@ -135,41 +135,46 @@ def _fill_some(
     values = not fmt.keeps_every_row
     chosen = values and fmt.num_residuals > 0
     flags = {"VALUES": values, "COSINE": chosen and keep == "distinct"}
-    options = {"num_warps": 4, "num_stages": 1}
+    options = {"num_warps": 8, "num_stages": 1}
     rows, most = power_of_two(size, 16), power_of_two(max(dim, dim_v), 16)
     wide = {"dtype": torch.float64}
     squares_k, squares_v, cosine = (k.new_empty(n, heads, size, **wide) for _ in range(3))
     square, score = (k.new_empty(n, size, **wide) for _ in range(2))
     gain = parts.get("v_gain", square)
     shape, strides = (k.shape[2] // size, heads, size, dim, dim_v), (*k.stride(), *v.stride())
+    channels = min(most, TILE // rows)
+    tile = {"BLOCK_N": _several(n * heads, rows * channels), "BLOCK_S": rows, "BLOCK_D": channels}
     launch(
-        _row_sums, (n * heads,), k, v, squares_k, squares_v, cosine, first, *shape, *strides, **flags,
-        BLOCK_S=rows, BLOCK_D=min(most, 2 * TILE // rows), num_warps=8, num_stages=1,
+        _row_sums, (-(-n * heads // tile["BLOCK_N"]),), k, v, squares_k, squares_v, cosine, n * heads, first, *shape,
+        *strides, **flags, **tile, **options,
     )  # fmt: skip
+    tile = {"BLOCK_N": _several(n, rows), "BLOCK_S": rows}
     launch(
-        _block_sums, (n,), squares_k, squares_v, cosine, square, score, gain, heads, size, **flags, BLOCK_S=rows,
-        **options,
+        _block_sums, (-(-n // tile["BLOCK_N"]),), squares_k, squares_v, cosine, square, score, gain, n, heads, size,
+        **flags, **tile, **options,
     )  # fmt: skip
     if keep == "error":
         score = square
     if rank:
         joint = k.new_empty(n, size, width, **wide)
-        tile = {"BLOCK_S": min(rows, 64), "BLOCK_D": min(most, 64)}
+        tile = {"BLOCK_S": _several(n * size, min(most, 64)), "BLOCK_D": min(most, 64)}
         launch(
-            _joint_rows, (n * heads, -(-size // tile["BLOCK_S"])), k, v, square, gain, joint, first, *shape, width,
-            *strides, VALUES=values, **tile, **options,
+            _joint_rows, (-(-n * size // tile["BLOCK_S"]), heads), k, v, square, gain, joint, n * size, first, *shape,
+            width, *strides, VALUES=values, **tile, **options,
         )  # fmt: skip
         left, projected, length = _factored(joint, rank)
-        tile = min(power_of_two(rank), TILE // most)
+        coded, ranks = {"CODED": fmt.factor_bits == 8}, power_of_two(rank, 16)
+        tile = {"BLOCK_R": _several(n * rank, 2 * most), "BLOCK_D": most}
         launch(
-            _store_basis, (n, -(-rank // tile)), projected, length, parts["basis_k"], parts.get("basis_v", projected),
-            parts.get("basis_k_scale", length), parts.get("basis_v_scale", length), heads, dim, dim_v, width, rank,
-            VALUES=values, CODED=fmt.factor_bits == 8, BLOCK_R=tile, BLOCK_D=most, **options,
+            _store_basis, (-(-n * rank // tile["BLOCK_R"]),), projected, length, parts["basis_k"],
+            parts.get("basis_v", projected), parts.get("basis_k_scale", length), parts.get("basis_v_scale", length),
+            n * rank, heads, dim, dim_v, width, rank, VALUES=values, **coded, **tile, **options,
         )  # fmt: skip
-        ranks = power_of_two(rank, 16)
+        some = min(rows, TILE // ranks)
+        tile = {"BLOCK_N": _several(n, some * ranks), "BLOCK_S": some, "BLOCK_R": ranks}
         launch(
-            _store_u, (n,), left, square, length, parts["u"], parts.get("u_scale", length), parts["u_unit"], size,
-            rank, CODED=fmt.factor_bits == 8, BLOCK_S=min(rows, TILE // ranks), BLOCK_R=ranks, **options,
+            _store_u, (-(-n // tile["BLOCK_N"]),), left, square, length, parts["u"], parts.get("u_scale", length),
+            parts["u_unit"], n, size, rank, **coded, **tile, **options,
         )  # fmt: skip
         if chosen and keep == "error":
             score = torch.empty_like(square)
@@ -180,10 +185,16 @@ def _fill_some(
             )  # fmt: skip
     if chosen:
         given = score if weight is None else weight
+        tile = {"BLOCK_N": _several(n, rows * min(rows, 32)), "BLOCK_S": rows, "BLOCK_J": min(rows, 32)}
         launch(
-            _select_rows, (n,), score, given, parts["residual_indices"], first, shape[0], size, fmt.num_residuals,
-            *given.stride(), WEIGHTED=weight is not None, BLOCK_S=rows, BLOCK_J=min(rows, 32), **options,
+            _select_rows, (-(-n // tile["BLOCK_N"]),), score, given, parts["residual_indices"], n, first, shape[0],
+            size, fmt.num_residuals, *given.stride(), WEIGHTED=weight is not None, **tile, **options,
         )  # fmt: skip
+
+
+def _several(count: int, each: int) -> int:
+    """How many of ``count`` things of ``each`` numbers one program takes."""
+    return min(power_of_two(count), max(1, TILE // each))
 
 
 def _factored(joint: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,23 +242,23 @@ def _rebuilt(
     out = anchor.new_empty(batch, heads, count * size, dim)
     counts, positions = blocks.block_counts, blocks.residual_indices
     ragged, strides, options = {"RAGGED": counts is not None}, out.stride()[:3], {"num_warps": 4, "num_stages": 1}
-    tile = {"BLOCK_S": min(power_of_two(size, 16), 32), "BLOCK_D": min(power_of_two(dim, 16), 64)}
-    channels = -(-dim // tile["BLOCK_D"])
+    tile = {"BLOCK_S": min(power_of_two(size, 16), 32), "BLOCK_D": min(power_of_two(heads * dim, 16), 64)}
     launch(
-        lowrank_rows, (batch * count * heads, -(-size // tile["BLOCK_S"]), channels), anchor, blocks.u,
-        _or(blocks.u_scale, anchor), blocks.u_unit, _or(basis, anchor), _or(basis_scale, anchor), _or(gain, anchor),
+        lowrank_rows, (batch * count, -(-size // tile["BLOCK_S"]), -(-heads * dim // tile["BLOCK_D"])), anchor,
+        blocks.u, _or(blocks.u_scale, anchor), blocks.u_unit, _or(basis, anchor), _or(basis_scale, anchor), _or(gain, anchor),
         _or(counts, anchor), out, count, heads, size, dim, rank, *strides, CODED=basis_scale is not None,
         GAINED=gain is not None, FACTORED=basis is not None and rank > 0, **ragged, **tile,
         BLOCK_R=power_of_two(rank, 16), **options,
     )  # fmt: skip
-    tile = {"BLOCK_S": min(power_of_two(kept, 16), 64), "BLOCK_D": min(power_of_two(dim, 16), 64)}
+    columns, rows = batch * count * heads * dim, min(power_of_two(kept, 16), 64)
+    tile = {"BLOCK_S": rows, "BLOCK_C": _several(columns, rows)}
     launch(
-        residual_rows, (batch * count * heads, -(-kept // tile["BLOCK_S"]), channels), anchor, packed,
+        residual_rows, (-(-columns // tile["BLOCK_C"]), -(-kept // rows)), anchor, packed,
         _or(scale, anchor), _or(minimum, anchor), _or(unit, anchor), _or(order, anchor), _or(positions, anchor),
-        _or(counts, anchor), out, packed_widths(widths), count, heads, size, kept, dim,
+        _or(counts, anchor), out, columns, packed_widths(widths), count, heads, size, kept, dim,
         0 if scale is None else scale.shape[3], packed.shape[4], *strides, CODED=scale is not None,
         ANCHORED=which == "k", ORDERED=order is not None, CHOSEN=positions is not None, **ragged,
-        GROUP=RESIDUAL_GROUP, **tile, **options,
+        GROUP=RESIDUAL_GROUP, **tile, num_warps=8, num_stages=1,
     )  # fmt: skip
     return out
 
