@@ -269,7 +269,7 @@ class _Defs:
         if op not in ("arith.muli", "arith.shli") or re.search(r": (?:tensor<[\dx]*)?i32\b", rest) is None:
             return []
         held = (all if strict else any)(map(self.bounded, operands))
-        return [] if held else [f"{name.partition('.')[0]} = {op} {' '.join(operands)}"]
+        return [] if held else [f"{name} = {op} {' '.join(operands)}"]
 
 
 def narrow_addresses(ttir: str) -> list[str]:
@@ -282,5 +282,6 @@ def narrow_addresses(ttir: str) -> list[str]:
     """
     defs, found = _Defs(ttir), []
     for base, offset, width in defs.pointers:
-        found += [f"{base} + {offset}: {product}" for product in defs.products(offset, width == "i32", set())]
+        products = defs.products(offset, width == "i32", set())
+        found += [re.sub(r"\.\d+", "", f"{base} + {offset}: {product}") for product in products]
     return found

@@ -320,14 +320,19 @@ def _public(op: str, backend: str) -> Callable[..., Any]:
 
 
 def _arguments(op: str, inputs: Inputs, options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the public op, in the library of the inputs."""
+    """Positional and keyword arguments of the public op, in the library of the inputs and on their device."""
     library, config = library_of(inputs.q), inputs.config
-    options = {name: to_library(x, library) if _is_data(x) else x for name, x in options.items()}
+    device = inputs.q.device if library == "torch" else None
+
+    def own(x: Any) -> Any:
+        return to_library(to_numpy(x), library, device)
+
+    options = {name: own(x) if _is_data(x) else x for name, x in options.items()}
     if op in ("lowrank_attention", "residual_attention", "decode_attention") and options.get("block_indices") is None:
         names = ("top_k", "router", "share", "sink_blocks", "recent_blocks")
         settings = {name: getattr(config, name) for name in names}
         indices = op_module("reference", "route").route_blocks(to_numpy(inputs.q), to_numpy(inputs.blocks), **settings)
-        options["block_indices"] = to_library(indices, library)
+        options["block_indices"] = own(indices)
     if op in ("lowrank_attention", "residual_attention"):
         return (inputs.q, inputs.blocks, options.pop("block_indices")), options
     if op == "decode_attention":
@@ -343,8 +348,8 @@ def _arguments(op: str, inputs: Inputs, options: dict[str, Any]) -> tuple[tuple[
             indices = op_module("reference", "prefill").select_key_blocks(
                 wide.q, rows[0], sm_scale=options.get("sm_scale"), **settings
             )
-            options["block_indices"] = to_library(indices, library)
-        return (inputs.q, *to_library(rows, library)), {"config": config} | options
+            options["block_indices"] = own(indices)
+        return (inputs.q, *own(rows)), {"config": config} | options
     if op == "merge_states":
         wide, reference = to_numpy(inputs), op_module("reference", "decode")
         indices = op_module("reference", "route").route_blocks(wide.q, wide.blocks, config.top_k)
@@ -353,7 +358,7 @@ def _arguments(op: str, inputs: Inputs, options: dict[str, Any]) -> tuple[tuple[
             reference.residual_attention(wide.q, wide.blocks, indices),
             reference.exact_attention(wide.q, wide.k_window, wide.v_window),
         ]
-        return ([to_library(AttentionState(*state), library) for state in states],), options
+        return ([own(AttentionState(*state)) for state in states],), options
     if op == "compress_blocks":
         fmt = inputs.blocks.format
         same = config.block_format == fmt and "keep" not in options
