@@ -521,7 +521,8 @@ def _attend(
                     DIM, DIM_V, WIDTH, WIDTH_V, TILE, True, SOFTCAP, WINDOW_DOT,
                 )  # fmt: skip
         if sink is not None:
-            extra = tl.load(sink + query_head, mask=alive & (split == slot_splits), other=NONE).to(tl.float32)
+            extra = tl.load(sink + query_head, mask=alive, other=NONE).to(tl.float32)
+            extra = tl.where(split == slot_splits, extra, NONE)  # joins once
             peak, total, keep, _ = softmax_step_one(peak, total, extra)
             acc *= keep[:, None]
 
