@@ -93,8 +93,8 @@ def tiling(rows: int, head_dim: int, head_dim_v: int, block_size: int, width: in
     if slot_splits + window_splits == 0:
         window_splits = 1
     longest = max(min(slots * block_size, block_size) if width else 0, min(window, window_rows))
-    tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 32 if dim > 128 else 64)
-    num_warps = 8 if block_m * dim > 4096 else 4
+    tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 32 if dim > 64 else 64)
+    num_warps = 8 if block_m * dim > 2048 else 4
     return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, num_warps, 2)
 
 
@@ -280,18 +280,17 @@ _PARTS = (
 def _block_arguments(
     blocks: CompressedBlocks | None, block_indices: Tensor | None, lowrank: bool, residual: bool
 ) -> tuple[list, dict]:
-    """The kernel's arguments from the indices to the tables of codes, and its constants of the format."""
+    """The kernel's arguments from the indices to the parts, and its constants of the format."""
     if blocks is None or block_indices is None:
         names = ("RANK", "RANKS", "KEPT", "KEPTS", "K_BITS", "K_PLANES", "K_VECTOR", "K_BYTES", "V_BITS", "V_PLANES")
         formats = dict.fromkeys((*names, "V_VECTOR", "V_BYTES", "SLOTS_WIDTH", "BLOCK_SIZE"), 0)
         formats |= dict.fromkeys(("LOWRANK", "RESIDUAL", "EVERY", "CODED", "BLOCKS"), False)
-        return [None, 0, 0, None, *[None] * len(_PARTS), None, None], formats | {
+        return [None, 0, 0, None, *[None] * len(_PARTS)], formats | {
             "ROWS_DOT": tl.float32, "FACTORS_DOT": tl.float32
         }  # fmt: skip
     fmt = blocks.format
     parts = {name: None if part is None else part.contiguous() for name, part in blocks.parts()}
     keys, values = key_codes(blocks), value_codes(blocks)
-    coded = not fmt.exact_rows
     rows_dot = dot_dtype(blocks.anchor_k, blocks.anchor_v)
     floats = blocks.u.is_floating_point()
     factors_dot = dot_dtype(blocks.anchor_k, blocks.anchor_v, blocks.u) if floats else rows_dot
@@ -303,11 +302,11 @@ def _block_arguments(
         "K_BITS": keys.bits, "K_PLANES": keys.planes, "K_VECTOR": keys.vector, "K_BYTES": keys.row_bytes,
         "V_BITS": values.bits, "V_PLANES": values.planes, "V_VECTOR": values.vector, "V_BYTES": values.row_bytes,
         "LOWRANK": lowrank, "RESIDUAL": residual and blocks.num_residuals > 0, "EVERY": fmt.keeps_every_row,
-        "CODED": coded, "BLOCKS": True, "ROWS_DOT": rows_dot, "FACTORS_DOT": factors_dot,
+        "CODED": not fmt.exact_rows, "BLOCKS": True, "ROWS_DOT": rows_dot, "FACTORS_DOT": factors_dot,
     }  # fmt: skip
     arguments = [block_indices.contiguous(), width, blocks.num_blocks, blocks.block_counts]
     arguments += [parts.get(name) for name in _PARTS]
-    return [*arguments, keys.table if coded else None, values.table if coded else None], formats
+    return arguments, formats
 
 
 @device
@@ -363,8 +362,8 @@ def _lowrank_rows(
 
 @device
 def _coded_rows(
-    peak, total, acc, q, anchor, head, residual_k, k_scale, k_min, k_unit, k_table, residual_v, v_scale, v_min, v_unit,
-    v_table, softcap,
+    peak, total, acc, q, anchor, head, residual_k, k_scale, k_min, k_unit, residual_v, v_scale, v_min, v_unit,
+    softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, KEPT: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_VECTOR: tl.constexpr, K_BYTES: tl.constexpr, V_BITS: tl.constexpr,
     V_PLANES: tl.constexpr, V_VECTOR: tl.constexpr, V_BYTES: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -381,7 +380,7 @@ def _coded_rows(
         logits = tl.broadcast_to((anchor + constant)[:, None], [q.shape[0], TILE])
         if K_PLANES:
             codes = load_codes(
-                residual_k + head * (KEPT * K_BYTES), rows, live, k_table,
+                residual_k + head * (KEPT * K_BYTES), rows, live,
                 DIM, WIDTH, K_BITS, K_PLANES, K_VECTOR, K_BYTES,
             )  # fmt: skip
             logits += dot(query, tl.trans(codes), DOT)
@@ -392,7 +391,7 @@ def _coded_rows(
         if V_PLANES:
             step = load_vector(v_scale + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
             codes = load_codes(
-                residual_v + head * (KEPT * V_BYTES), rows, live, v_table,
+                residual_v + head * (KEPT * V_BYTES), rows, live,
                 DIM_V, WIDTH_V, V_BITS, V_PLANES, V_VECTOR, V_BYTES,
             )  # fmt: skip
             acc += dot(weight, codes, DOT) * step[None, :]
@@ -425,7 +424,7 @@ def _attend(
     q, q_batch, q_head, q_row, q_column, out, lse, batch, length, slot_splits,
     block_indices, width, num_blocks, block_counts,
     anchor_k, anchor_v, u, u_scale, u_unit, basis_k, basis_k_scale, basis_v, basis_v_scale, v_gain,
-    positions, residual_k, k_scale, k_min, k_unit, k_order, residual_v, v_scale, v_min, v_unit, k_table, v_table,
+    positions, residual_k, k_scale, k_min, k_unit, k_order, residual_v, v_scale, v_min, v_unit,
     k_window, k_batch, k_head, k_row, k_column, v_window, v_batch, v_head, v_row, v_column,
     seq_lens, sink, keys, window, sm_scale, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
@@ -485,8 +484,8 @@ def _attend(
                         if k_order is not None:
                             ordered = load_ordered(start, alive, q_column, k_order + here * DIM, DIM, WIDTH) * sm_scale
                         peak, total, acc = _coded_rows(
-                            peak, total, acc, ordered, anchor, here, residual_k, k_scale, k_min, k_unit, k_table,
-                            residual_v, v_scale, v_min, v_unit, v_table, softcap,
+                            peak, total, acc, ordered, anchor, here, residual_k, k_scale, k_min, k_unit,
+                            residual_v, v_scale, v_min, v_unit, softcap,
                             DIM, DIM_V, WIDTH, WIDTH_V, KEPT, K_BITS, K_PLANES, K_VECTOR, K_BYTES,
                             V_BITS, V_PLANES, V_VECTOR, V_BYTES, TILE, SOFTCAP, ROWS_DOT,
                         )  # fmt: skip
@@ -521,7 +520,8 @@ def _attend(
                     DIM, DIM_V, WIDTH, WIDTH_V, TILE, True, SOFTCAP, WINDOW_DOT,
                 )  # fmt: skip
         if sink is not None:
-            extra = tl.load(sink + query_head, mask=alive & (split == slot_splits), other=NONE).to(tl.float32)
+            extra = tl.load(sink + query_head, mask=alive, other=NONE).to(tl.float32)
+            extra = tl.where(split == slot_splits, extra, NONE)  # joins once
             peak, total, keep, _ = softmax_step_one(peak, total, extra)
             acc *= keep[:, None]
 
