@@ -88,7 +88,7 @@ def attend(launch: Launch) -> Traffic:
         for n in (a["WIDTH"], a["WIDTH_V"]):
             made.dot(a["WINDOW_DOT"], a["BLOCK_M"], n, a["TILE"], steps * heads * tiles)
     if a["sink"] is not None:
-        made.read("sink", size(a["sink"]) * rows, heads, 1)
+        made.read("sink", size(a["sink"]) * a["GROUP_SIZE"], heads * tiles * (splits - a["slot_splits"]), a["HEADS"])
     return made
 
 
@@ -149,7 +149,7 @@ def _code_reads(
     if x == "k":
         made.read("scales", dim * size(a["k_order"]), times, distinct)
     if bits < 0 and planes:
-        made.read("tables", planes * width * size(a[f"{x}_table"]), programs, 1)
+        made.read("tables", planes * width * size(a.get(f"{x}_table")), programs, 1)
 
 
 def merge(launch: Launch) -> Traffic:

@@ -1,6 +1,7 @@
 """The counts of bytes are those of the kernels: by hand, and by what the interpreter loads and stores."""
 
 import contextlib
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -84,12 +85,18 @@ def test_counts_are_what_the_interpreter_loads(monkeypatch, fmt, router):
         pytest.skip("no extremes are stored")
     shape = {"batch": 2, "num_kv_heads": 2, "head_dim": 24, "head_dim_v": 16, "num_blocks": 3, "window": 40}
     inputs = testing.make_inputs(5, num_q_heads=6, **shape, dtype="float16", config=stored, library="torch")
-    g = Geometry(**shape, group=3, dtype="fp16", format=stored, top_k=2, router=router)
+    ragged = router == "residual"
+    settings = {"group": 3, "dtype": "fp16", "format": stored, "top_k": 2, "router": router}
+    g = Geometry(**shape, **settings, ragged=ragged, sink=ragged)
+    blocks, lens, sink = inputs.blocks, None, None
+    if ragged:
+        blocks = dataclasses.replace(blocks, block_counts=torch.tensor([3, 3], dtype=torch.int32))
+        lens, sink = torch.tensor([40, 40], dtype=torch.int32), torch.linspace(0, 1, 6)
     with watched(monkeypatch) as seen:
         scale = 24**-0.5
-        chosen = route.route_blocks(inputs.q, inputs.blocks, 2, router, "kv_head", scale, 1, 0)
+        chosen = route.route_blocks(inputs.q, blocks, 2, router, "kv_head", scale, 1, 0)
         rows = (inputs.k_window, inputs.v_window)
-        decode.decode_attention(inputs.q, inputs.blocks, *rows, chosen, None, None, None, None, scale)
+        decode.decode_attention(inputs.q, blocks, *rows, chosen, lens, None, None, sink, scale)
     expected = [*launches("route_blocks", g), *launches("decode_attention", g)]
     assert [each["name"] for each in seen] == [launch.name for launch in expected]
     for each, launch in zip(seen, expected, strict=True):
