@@ -14,7 +14,7 @@ from ._rows import NONE, device, max_of, sum_of
 
 REGISTERS = 16384  # scores that one program holds
 RANKED = tl.constexpr(128)  # blocks that are ranked pair by pair
-LONGEST = 64  # steps that one program takes before its work is spread over more
+LONGEST = 8  # steps that one program takes before its work is spread over more
 
 
 class SelectConfig(NamedTuple):
@@ -157,21 +157,37 @@ def _row_sums_kernel(scores, counts, peaks, masses, total, rows, per, ROWS: tl.c
 
 
 @triton.jit
-def _mean_share_kernel(scores, peaks, masses, rows, shares, total, maxed, meaned, BLOCK: tl.constexpr):
+def _mean_share_kernel(
+    scores,
+    peaks,
+    masses,
+    rows,
+    shares,
+    total,
+    maxed,
+    meaned,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Largest share of the ``maxed`` heads, the mean over queries: ``shares [P, N]``."""
     problem = tl.program_id(0).to(tl.int64)
     slots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = meaned if rows is None else tl.load(rows + problem)
+    lane = tl.arange(0, HEADS * QUERIES)
     share = tl.full([BLOCK], 0.0, tl.float32)
-    for query in range(0, number):
-        largest = tl.full([BLOCK], 0.0, tl.float32)
-        for one in range(0, maxed):
-            row = (problem * maxed + one) * meaned + query
-            score = tl.load(scores + row * total + slots, mask=slots < total, other=NONE)
-            score = tl.where(score != score, NONE, score)
-            mass = tl.load(masses + row)
-            largest = tl.maximum(largest, _shares(score, tl.load(peaks + row)) / tl.where(mass > 0, mass, 1.0))
-        share += largest
+    for start in range(0, number, QUERIES):
+        query = start + lane % QUERIES
+        here = (query < number) & (lane // QUERIES < maxed)
+        row = (problem * maxed + lane // QUERIES) * meaned + query
+        score = tl.load(
+            scores + row[:, None] * total + slots[None, :], mask=here[:, None] & (slots < total)[None, :], other=NONE
+        )
+        score = tl.where(score != score, NONE, score)
+        weight = _shares(score, tl.load(peaks + row, mask=here, other=NONE)[:, None])
+        mass = tl.load(masses + row, mask=here, other=0.0)
+        weight = weight / tl.where(mass > 0, mass, 1.0)[:, None]
+        share += sum_of(max_of(tl.reshape(weight, [HEADS, QUERIES, BLOCK]), 0), 0)
     share = share / tl.maximum(number, 1).to(tl.float32)
     tl.store(shares + problem * total + slots, share, mask=slots < total)
 
@@ -319,11 +335,9 @@ def _mean_shares(scores: Tensor, counts: Tensor | None, per: int, rows: Tensor |
     problems, maxed, meaned, total = scores.shape
     peaks = torch.empty(problems, maxed * meaned, dtype=torch.float32, device=scores.device)
     masses, shares = torch.empty_like(peaks), peaks.new_empty(problems, total)
-    block = min(tiles.block, 1024)
-    tile = min(power_of_two(maxed * meaned), 4)
     launch(
         _row_sums_kernel,
-        (problems, triton.cdiv(maxed * meaned, tile)),
+        (problems, triton.cdiv(maxed * meaned, 4)),
         scores,
         counts,
         peaks,
@@ -331,11 +345,12 @@ def _mean_shares(scores: Tensor, counts: Tensor | None, per: int, rows: Tensor |
         total,
         maxed * meaned,
         per,
-        ROWS=tile,
-        BLOCK=block,
+        ROWS=4,
+        BLOCK=min(tiles.block, 1024),
         num_warps=4,
         num_stages=2,
     )
+    block, heads = min(tiles.block, 64), power_of_two(maxed)
     launch(
         _mean_share_kernel,
         (problems, triton.cdiv(total, block)),
@@ -347,9 +362,11 @@ def _mean_shares(scores: Tensor, counts: Tensor | None, per: int, rows: Tensor |
         total,
         maxed,
         meaned,
+        HEADS=heads,
+        QUERIES=min(power_of_two(meaned), max(1, REGISTERS // 2 // (block * heads))),
         BLOCK=block,
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
     )
     return shares
 

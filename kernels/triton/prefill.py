@@ -31,7 +31,7 @@ def config(rows: int, keys: int, width: int, wide: bool) -> PrefillConfig:
     """``rows`` queries of a block over at most ``keys``, heads of up to ``width`` channels; ``wide`` in float32."""
     most, longest = (256, 256) if INTERPRETED else (64, 32) if wide else (128, 64 if width <= 128 else 32)
     tile = min(most, power_of_two(rows, 16))
-    return PrefillConfig(tile, min(longest, power_of_two(keys, 16)), 8 if tile * width >= 16384 or wide else 4, 2)
+    return PrefillConfig(tile, min(longest, power_of_two(keys, 16)), 8 if tile * width >= 8192 or wide else 4, 2)
 
 
 @device

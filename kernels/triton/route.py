@@ -59,11 +59,16 @@ class RouteConfig(NamedTuple):
     num_stages: int
 
 
-def config(batch: int, total: int, heads: int, rows: int, block_size: int, head_dim: int) -> RouteConfig:
-    """Tiles of ``rows`` queries of each of ``heads`` kv heads over ``total`` blocks of each of ``batch`` sequences."""
+def config(
+    batch: int, total: int, heads: int, rows: int, block_size: int, head_dim: int, most: int
+) -> RouteConfig:
+    """Tiles of ``rows`` queries of each of ``heads`` kv heads over ``total`` blocks of each of ``batch`` sequences.
+
+    ``most`` rows of a block are scored at a time.
+    """
     width = power_of_two(head_dim, 16)
     tall = min(power_of_two(rows, 16), 64 if width <= 128 else 32)
-    tile = min(power_of_two(block_size, 16), RESIDUAL_GROUP if tall * width <= 2048 else RESIDUAL_GROUP // 2)
+    tile = min(power_of_two(block_size, 16), most if tall * width <= 2048 else min(most, 64))
     programs = max(1, batch * total * triton.cdiv(rows, tall))
     splits = min(heads, triton.cdiv(PROGRAMS, programs))
     warps = 8 if tall * width > 4096 else 4
@@ -295,7 +300,13 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
     heads_kv, total, fmt = blocks.num_kv_heads, blocks.num_blocks, blocks.format
     rows = heads // heads_kv * length
     scores = torch.empty(batch, heads_kv, rows, total, dtype=torch.float32, device=q.device)
-    tiles = config(batch, total, heads_kv, rows, blocks.block_size, dim)
+    lowrank = router == "lowrank" or (router == "keys" and not fmt.keeps_every_row)
+    stored = blocks.num_residuals > 0 and not (lowrank and fmt.keeps_every_row)
+    rows_dot, factors_dot = dot_dtype(blocks.anchor_k), dot_dtype(blocks.anchor_k, blocks.u)
+    codes = key_codes(blocks)
+    # codes of several parts take registers
+    most = 128 if not stored and tl.float32 != factors_dot else 64 if not stored or codes.planes < 2 else 32
+    tiles = config(batch, total, heads_kv, rows, blocks.block_size, dim, most)
     common: dict[str, Any] = {
         "HEADS": heads_kv,
         "GROUP_SIZE": heads // heads_kv,
@@ -306,7 +317,6 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
         "num_stages": tiles.num_stages,
     }
     parts = {name: part.contiguous() for name, part in blocks.parts()}
-    rows_dot = dot_dtype(blocks.anchor_k)
     if router == "minmax":
         launch(
             _minmax_kernel,
@@ -325,8 +335,6 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
             **common,
         )
         return scores
-    lowrank = router == "lowrank" or (router == "keys" and not fmt.keeps_every_row)
-    codes = key_codes(blocks)
     names = ("anchor_k", "u", "u_scale", "u_unit", "basis_k", "basis_k_scale", "residual_indices", "residual_k")
     names += ("residual_k_scale", "residual_k_min", "residual_k_unit", "residual_k_order")
     launch(
@@ -352,10 +360,10 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
         K_VECTOR=codes.vector,
         K_BYTES=codes.row_bytes,
         LOWRANK=lowrank,
-        STORED=blocks.num_residuals > 0 and not (lowrank and fmt.keeps_every_row),
+        STORED=stored,
         LARGEST=router == "residual",
         CODED=not fmt.exact_rows,
-        FACTORS_DOT=dot_dtype(blocks.anchor_k, blocks.u),
+        FACTORS_DOT=factors_dot,
         ROWS_DOT=rows_dot,
         TILE=tiles.tile,
         **common,
