@@ -88,7 +88,7 @@ def parity_cases(smoke: bool) -> Iterator[tuple[str, str, dict[str, Any], dict[s
         yield name, "reconstruct_blocks", shape | {"config": formats[name], "num_blocks": 2, "window": 0}, {}
 
 
-def parity(place: Place, clock: Clock) -> list[dict[str, Any]]:
+def parity(place: Place, clock: Clock, backend: str = "triton") -> list[dict[str, Any]]:
     """Every op against the float64 reference on this device."""
     rows = []
     for name, op, shape, options in parity_cases(place.smoke):
@@ -97,7 +97,7 @@ def parity(place: Place, clock: Clock) -> list[dict[str, Any]]:
         start = time.perf_counter()
         inputs = testing.to_library(testing.make_inputs(len(rows), **shape), "torch", place.device)
         try:
-            testing.assert_matches_reference("triton", op, inputs, **options)
+            testing.assert_matches_reference(backend, op, inputs, **options)
             said = ""
         except Exception as error:  # one that crashes is as red as one that is wrong
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -209,7 +209,8 @@ def softmax_select(launch: Launch) -> Traffic:
     a, made = launch.bound(), Traffic()
     problems = launch.grid[0]
     made.read("scores", a["maxed"] * a["meaned"] * a["total"] * size(a["scores"]), problems)
-    made.read("indices", size(a["counts"]) + size(a["tails"]) + size(a["rows"]), problems)
+    made.read("indices", size(a["counts"]), problems, problems // a["per"])
+    made.read("indices", size(a["tails"]) + size(a["rows"]), problems)
     made.writes = problems * a["repeat"] * a["width"] * INDEX
     return made
 
@@ -218,7 +219,7 @@ def row_sums(launch: Launch) -> Traffic:
     a, made = launch.bound(), Traffic()
     problems, tiles = launch.grid
     made.read("scores", a["rows"] * a["total"] * size(a["scores"]), problems)
-    made.read("indices", size(a["counts"]), problems * tiles, problems)
+    made.read("indices", size(a["counts"]), problems * tiles, problems // a["per"])
     made.writes = problems * a["rows"] * 2 * size(a["peaks"])
     return made
 
@@ -239,7 +240,8 @@ def select(launch: Launch) -> Traffic:
     a, made = launch.bound(), Traffic()
     problems = launch.grid[0]
     made.read("scores", a["total"] * size(a["shares"]), problems)
-    made.read("indices", size(a["counts"]) + size(a["tails"]), problems)
+    made.read("indices", size(a["counts"]), problems, problems // a["per"])
+    made.read("indices", size(a["tails"]), problems)
     made.writes = problems * a["repeat"] * a["width"] * INDEX
     return made
 
