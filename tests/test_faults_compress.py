@@ -18,7 +18,7 @@ from dkv._dispatch import op_module
 from dkv.types import BlockFormat, CompressedBlocks
 
 MIXED = BlockFormat(64, 0, 63, key_bits=(8, 6, 5, 4, 3, 2, 1, 0), value_bits=3)
-SVD_FREE = {"reference": ("numpy.linalg", "svd"), "torch": ("torch.linalg", "eigh")}
+SVD_FREE = {"reference": ("numpy.linalg", "svd"), "torch": ("torch.linalg", "eigh"), "triton": ("torch.linalg", "eigh")}
 
 
 def compress(backend: str, k: np.ndarray, v: np.ndarray, fmt: BlockFormat, keep: str = "error") -> CompressedBlocks:

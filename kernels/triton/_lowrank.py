@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch, power_of_two
-from ._rows import rounded
+from ._rows import rounded, widened
 from ._wide import differences, exact_power, head_of, rounded_half, signed_codes, unit_exponent
 
 NORM_FLOOR = tl.constexpr(1e-5)
@@ -49,7 +49,7 @@ def _row_sums(
             x = differences(anchor + row * v_stride_t, anchor, seen, known)
             total += tl.sum(x * x, 2)
             if COSINE:
-                x = tl.load(anchor + row * v_stride_t, mask=seen, other=0.0).to(tl.float64)
+                x = widened(tl.load(anchor + row * v_stride_t, mask=seen, other=0.0)).to(tl.float64)
                 mean = tl.sum(x, 1) / S
                 square += tl.sum(x * x, 2)
                 product += tl.sum(x * mean[:, None, :], 2)
@@ -126,9 +126,11 @@ def _joint_rows(
 @triton.jit
 def _product(
     a, b, out, M, L, K, a_stride_n, a_stride_m, a_stride_k, b_stride_n, b_stride_k, b_stride_l,
-    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
+    SYMMETRIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``a [n, M, K] @ b [n, K, L]``; unlike a library's, its sums do not depend on ``n``."""
+    if SYMMETRIC and tl.program_id(2) > tl.program_id(1):
+        return
     n = tl.program_id(0).to(tl.int64)
     m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = (tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
@@ -140,8 +142,10 @@ def _product(
         x = tl.load(left, mask=(m < M)[:, None] & (inner < K)[None, :], other=0.0)
         y = tl.load(right, mask=(inner < K)[:, None] & (column < L)[None, :], other=0.0)
         total += tl.dot(x, y, input_precision="ieee", out_dtype=tl.float64)
-    at = (n * M + m)[:, None] * L + column[None, :]
-    tl.store(out + at, total, mask=(m < M)[:, None] & (column < L)[None, :])
+    seen = (m < M)[:, None] & (column < L)[None, :]
+    tl.store(out + (n * M + m)[:, None] * L + column[None, :], total, mask=seen)
+    if SYMMETRIC:
+        tl.store(out + (n * M + column)[None, :] * L + m[:, None], total, mask=seen)
 
 
 @triton.jit(do_not_specialize=["lines"])
@@ -301,13 +305,15 @@ def eigenvectors(gram: Tensor, rank: int) -> Tensor:
     return vectors[:count].gather(-1, best[:, None, :].expand(-1, gram.shape[1], -1)).contiguous()
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a [n, M, K] @ b [n, K, L]``, float64."""
+def product(a: Tensor, b: Tensor, *, symmetric: bool = False) -> Tensor:
+    """``a [n, M, K] @ b [n, K, L]``, float64; of a symmetric product one half is computed."""
     (n, rows, inner), columns = a.shape, b.shape[2]
     out = a.new_empty(n, rows, columns)
     tile = {"BLOCK_M": min(64, power_of_two(rows, 16)), "BLOCK_L": min(64, power_of_two(columns, 16))}
     grid = (n, -(-rows // tile["BLOCK_M"]), -(-columns // tile["BLOCK_L"]))
-    strides = (*a.stride(), *b.stride())
     tile["BLOCK_K"] = min(power_of_two(inner, 16), 2048 // max(tile.values()))
-    launch(_product, grid, a, b, out, rows, columns, inner, *strides, **tile, num_warps=4, num_stages=2)
+    launch(
+        _product, grid, a, b, out, rows, columns, inner, *a.stride(), *b.stride(), SYMMETRIC=symmetric, **tile,
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from dkv.types import RESIDUAL_GROUP, code_bytes
 
 from ._launch import launch, power_of_two
+from ._rows import widened
 from ._wide import (
     differences,
     exact_power,
@@ -59,7 +60,7 @@ def _group_rows(
     if ANCHORED:
         return differences(anchor + row * stride_t, anchor, seen, known)
     else:
-        return tl.load(anchor + row * stride_t, mask=seen, other=0.0).to(tl.float64)
+        return widened(tl.load(anchor + row * stride_t, mask=seen, other=0.0)).to(tl.float64)
 
 
 @triton.jit(do_not_specialize=["columns", "first"])
@@ -207,7 +208,7 @@ def _pack(
     left = byte - tl.sum(tl.where(mine, run_byte, 0), 0)[None, :]
     part, lowest, place, stride = tl.zeros_like(bits) + 8, tl.zeros_like(bits), left, tl.zeros_like(bits)
     for fold in tl.static_range(4):
-        width: tl.constexpr = 8 >> fold
+        width = 8 >> fold
         length = tl.where((bits & width) != 0, (size * width + 7) // 8, 0)
         inside = (left >= 0) & (left < length)
         part = tl.where(inside, width, part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._rows import rounded
+from ._rows import rounded, widened
 from ._wide import runs_of, width_of
 
 
@@ -22,21 +22,22 @@ def lowrank_rows(
     column = (tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
     known = column < H * D
     first = tl.load(anchor + block * H * D + column, mask=known, other=0.0)
-    x = tl.broadcast_to(first.to(tl.float64), (BLOCK_S, BLOCK_D))
+    x = tl.broadcast_to(widened(first).to(tl.float64), (BLOCK_S, BLOCK_D))
     if FACTORED:
-        rank = tl.arange(0, BLOCK_R).to(tl.int64)
-        seen = (row < S) & (rank < RANK)[None, :]
-        left = tl.load(u + (block * S + row) * RANK + rank[None, :], mask=seen, other=0).to(tl.float64)
-        at = ((block * H + column // D) * RANK + rank[:, None]) * D + column % D
-        right = tl.load(basis + at, mask=(rank < RANK)[:, None] & known, other=0).to(tl.float64)
-        if CODED:
-            left *= tl.load(u_scale + block * S + row, mask=row < S, other=0.0).to(tl.float64)
-            step = tl.load(basis_scale + block * RANK + rank, mask=rank < RANK, other=0.0)
-            right *= step.to(tl.float64)[:, None]
-        left *= tl.load(u_unit + block).to(tl.float64)
+        unit = tl.load(u_unit + block).to(tl.float64)
         if GAINED:
-            right /= tl.load(gain + block).to(tl.float64)
-        x += tl.dot(left, right, input_precision="ieee", out_dtype=tl.float64)
+            unit /= tl.load(gain + block).to(tl.float64)
+        for start in range(0, RANK, BLOCK_R):
+            rank = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+            seen = (row < S) & (rank < RANK)[None, :]
+            left = unit * widened(tl.load(u + (block * S + row) * RANK + rank[None, :], mask=seen, other=0))
+            at = ((block * H + column // D) * RANK + rank[:, None]) * D + column % D
+            right = widened(tl.load(basis + at, mask=(rank < RANK)[:, None] & known, other=0)).to(tl.float64)
+            if CODED:
+                left *= tl.load(u_scale + block * S + row, mask=row < S, other=0.0).to(tl.float64)
+                step = tl.load(basis_scale + block * RANK + rank, mask=rank < RANK, other=0.0)
+                right *= step.to(tl.float64)[:, None]
+            x += tl.dot(left, right, input_precision="ieee", out_dtype=tl.float64)
     stored = tl.where(row == 0, first, rounded(x, out.dtype.element_ty))
     if RAGGED:
         valid = block % N < tl.load(counts + block // N)
@@ -56,7 +57,7 @@ def _stored_codes(packed, line, place, seen, widths, D, BYTES):
     offset = tl.sum(tl.where(mine, run_byte, 0), 0)[None, :]
     code = tl.zeros(seen.shape, tl.int32)
     for fold in tl.static_range(4):
-        width: tl.constexpr = 8 >> fold
+        width = 8 >> fold
         has = (bits & width) != 0
         length = tl.where(has, (size * width + 7) // 8, 1)
         found = tl.load(packed + line * BYTES + offset + channel % length, mask=seen & has, other=0).to(tl.int32)
@@ -93,7 +94,7 @@ def residual_rows(
         low = tl.load(minimum + at, mask=seen, other=0.0).to(tl.float64)
         x = tl.load(unit + pair, mask=known, other=0.0).to(tl.float64) * (low + step * code)
         if ANCHORED:
-            x += tl.load(anchor + pair * D + channel, mask=known, other=0.0).to(tl.float64)
+            x += widened(tl.load(anchor + pair * D + channel, mask=known, other=0.0)).to(tl.float64)
         stored = rounded(x, out.dtype.element_ty)
     else:
         stored = tl.load(packed + line * D + place, mask=seen, other=0.0)

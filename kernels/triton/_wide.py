@@ -7,6 +7,8 @@ import triton.language as tl
 
 from dkv.types import EIGHTHS
 
+from ._rows import widened
+
 EIGHTH_COUNT = tl.constexpr(EIGHTHS)
 
 
@@ -19,8 +21,8 @@ def head_of(x, block, head, N, S, stride_b, stride_h, stride_t):
 @triton.jit
 def differences(rows, anchor, seen, known):
     """Numbers of rows less those of their anchor, 0 where not seen."""
-    x = tl.load(rows, mask=seen, other=0.0).to(tl.float64) - tl.load(anchor, mask=known, other=0.0).to(tl.float64)
-    return tl.where(seen, x, 0.0)
+    x = widened(tl.load(rows, mask=seen, other=0.0)).to(tl.float64)
+    return tl.where(seen, x - widened(tl.load(anchor, mask=known, other=0.0)).to(tl.float64), 0.0)
 
 
 @triton.jit
@@ -80,6 +82,6 @@ def runs_of(widths, D):
     start = tl.sum(tl.where(width > bits, size, 0), 1)[:, None]
     length = tl.zeros_like(count)
     for fold in tl.static_range(4):
-        part: tl.constexpr = 8 >> fold
+        part = 8 >> fold
         length += tl.where((bits & part) != 0, (count * part + 7) // 8, 0)
     return bits, start, count, tl.cumsum(length, 0, reverse=True) - length, length

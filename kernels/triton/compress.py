@@ -178,7 +178,7 @@ def _fill_some(
         )  # fmt: skip
         if chosen and keep == "error":
             score = torch.empty_like(square)
-            tile = {"BLOCK_S": min(rows, 32), "BLOCK_W": min(power_of_two(width, 16), 32), "BLOCK_R": ranks}
+            tile = {"BLOCK_S": min(rows, 32), "BLOCK_W": 16 if ranks > 64 else 32, "BLOCK_R": ranks}
             launch(
                 _lowrank_errors, (n, -(-size // tile["BLOCK_S"])), joint, left, projected, square, score, size, width,
                 rank, **tile, **options,
@@ -205,9 +205,9 @@ def _factored(joint: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     n, size, width = joint.shape
     length = joint.new_empty(n, rank)
     if width < size:
-        vectors = eigenvectors(product(joint.mT, joint), rank)
+        vectors = eigenvectors(product(joint.mT, joint, symmetric=True), rank)
         return product(joint, vectors), vectors.mT.contiguous(), length
-    vectors = eigenvectors(product(joint, joint.mT), rank)
+    vectors = eigenvectors(product(joint, joint.mT, symmetric=True), rank)
     return vectors, product(vectors.mT, joint), length
 
 
@@ -241,14 +241,14 @@ def _rebuilt(
     )
     out = anchor.new_empty(batch, heads, count * size, dim)
     counts, positions = blocks.block_counts, blocks.residual_indices
-    ragged, strides, options = {"RAGGED": counts is not None}, out.stride()[:3], {"num_warps": 4, "num_stages": 1}
-    tile = {"BLOCK_S": min(power_of_two(size, 16), 32), "BLOCK_D": min(power_of_two(heads * dim, 16), 64)}
+    ragged, strides, options = {"RAGGED": counts is not None}, out.stride()[:3], {"num_warps": 8, "num_stages": 1}
+    tile = {"BLOCK_S": min(power_of_two(size, 16), 64), "BLOCK_D": min(power_of_two(heads * dim, 16), 128)}
     launch(
         lowrank_rows, (batch * count, -(-size // tile["BLOCK_S"]), -(-heads * dim // tile["BLOCK_D"])), anchor,
-        blocks.u, _or(blocks.u_scale, anchor), blocks.u_unit, _or(basis, anchor), _or(basis_scale, anchor), _or(gain, anchor),
-        _or(counts, anchor), out, count, heads, size, dim, rank, *strides, CODED=basis_scale is not None,
-        GAINED=gain is not None, FACTORED=basis is not None and rank > 0, **ragged, **tile,
-        BLOCK_R=power_of_two(rank, 16), **options,
+        blocks.u, _or(blocks.u_scale, anchor), blocks.u_unit, _or(basis, anchor), _or(basis_scale, anchor),
+        _or(gain, anchor), _or(counts, anchor), out, count, heads, size, dim, rank, *strides,
+        CODED=basis_scale is not None, GAINED=gain is not None, FACTORED=basis is not None and rank > 0, **ragged,
+        **tile, BLOCK_R=min(power_of_two(rank, 16), 32), **options,
     )  # fmt: skip
     columns, rows = batch * count * heads * dim, min(power_of_two(kept, 16), 64)
     tile = {"BLOCK_S": rows, "BLOCK_C": _several(columns, rows)}
@@ -258,7 +258,7 @@ def _rebuilt(
         _or(counts, anchor), out, columns, packed_widths(widths), count, heads, size, kept, dim,
         0 if scale is None else scale.shape[3], packed.shape[4], *strides, CODED=scale is not None,
         ANCHORED=which == "k", ORDERED=order is not None, CHOSEN=positions is not None, **ragged,
-        GROUP=RESIDUAL_GROUP, **tile, num_warps=8, num_stages=1,
+        GROUP=RESIDUAL_GROUP, **tile, **options,
     )  # fmt: skip
     return out
 
