@@ -88,6 +88,17 @@ def test_triton_pinned_blocks_may_exceed_the_number_to_choose() -> None:
     assert np.array_equal(testing.to_numpy(select.select_scores(one, counts, 1, 1, pins, 12))[:, 0], got)
 
 
+def test_triton_pieces_of_the_prefill_workspace_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dkv.kernels.triton import prefill
+
+    made = testing.make_inputs(1, num_blocks=0, window=150, q_len=150, library="torch")
+    whole, pieces = (), ()
+    for size in (1 << 20, 1):
+        monkeypatch.setattr(prefill, "WORKSPACE_BYTES", size)
+        whole, pieces = pieces, prefill.select_key_blocks(made.q, made.k_window, 16, 24, 4, 20, 0.3)
+    assert np.array_equal(testing.to_numpy(whole), testing.to_numpy(pieces))
+
+
 def test_triton_configurations_hold_what_they_say() -> None:
     from dkv.kernels.triton import prefill, route
 

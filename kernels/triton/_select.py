@@ -136,8 +136,9 @@ def _softmax_select_kernel(
 @triton.jit
 def _row_sums_kernel(scores, counts, peaks, masses, total, rows, per, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Peak and sum of weights of each row of ``scores [P, rows, N]``."""
-    problem = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tiles = (rows + ROWS - 1) // ROWS
+    problem = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     count = total if counts is None else tl.minimum(tl.load(counts + problem // per).to(tl.int32), total)
     base = scores + (problem * rows + row)[:, None] * total
     peak = tl.full([ROWS], NONE, tl.float32)
@@ -171,8 +172,9 @@ def _mean_share_kernel(
     BLOCK: tl.constexpr,
 ):
     """Largest share of the ``maxed`` heads, the mean over queries: ``shares [P, N]``."""
-    problem = tl.program_id(0).to(tl.int64)
-    slots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tiles = (total + BLOCK - 1) // BLOCK
+    problem = (tl.program_id(0) // tiles).to(tl.int64)
+    slots = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     number = meaned if rows is None else tl.load(rows + problem)
     lane = tl.arange(0, HEADS * QUERIES)
     share = tl.full([BLOCK], 0.0, tl.float32)
@@ -337,7 +339,7 @@ def _mean_shares(scores: Tensor, counts: Tensor | None, per: int, rows: Tensor |
     masses, shares = torch.empty_like(peaks), peaks.new_empty(problems, total)
     launch(
         _row_sums_kernel,
-        (problems, triton.cdiv(maxed * meaned, 4)),
+        (problems * triton.cdiv(maxed * meaned, 4),),
         scores,
         counts,
         peaks,
@@ -353,7 +355,7 @@ def _mean_shares(scores: Tensor, counts: Tensor | None, per: int, rows: Tensor |
     block, heads = min(tiles.block, 64), power_of_two(maxed)
     launch(
         _mean_share_kernel,
-        (problems, triton.cdiv(total, block)),
+        (problems * triton.cdiv(total, block),),
         scores,
         peaks,
         masses,
@@ -371,9 +373,7 @@ def _mean_shares(scores: Tensor, counts: Tensor | None, per: int, rows: Tensor |
     return shares
 
 
-def select_blocks(
-    score: Tensor, counts: Tensor | None, top_k: int, sink_blocks: int, recent_blocks: int
-) -> Tensor:
+def select_blocks(score: Tensor, counts: Tensor | None, top_k: int, sink_blocks: int, recent_blocks: int) -> Tensor:
     """Sink and recent blocks, then the highest of ``score [B, H, N]``: ``[B, H, min(top_k, N)]`` int32, then -1."""
     batch, heads, total = score.shape
     width = min(top_k, total)

@@ -16,6 +16,7 @@ from ._select import Pins, select_scores
 KEY_SUB_BLOCK = 32
 QUERY_SUB_BLOCK = 16
 WORKSPACE_BYTES = 256 << 20  # scores of key blocks held at one time; more query blocks are taken in pieces
+MOST_PIECES = 32768  # query blocks of one launch: a grid's second axis is short
 
 
 class PrefillConfig(NamedTuple):
@@ -132,9 +133,7 @@ def _group_scores_kernel(
             logits = tl.full([ROWS, BLOCKS * LANES], 0.0, tl.float32)
             for chunk in range(CHUNKS):
                 at = chunk * CHUNK + column
-                a = tl.load(
-                    query[:, None] + at[None, :], mask=(row < number)[:, None] & (at < DIM)[None, :], other=0.0
-                )
+                a = tl.load(query[:, None] + at[None, :], mask=(row < number)[:, None] & (at < DIM)[None, :], other=0.0)
                 b = tl.load(key[None, :] + at[:, None], mask=counted[None, :] & (at < DIM)[:, None], other=0.0)
                 logits += tl.dot(a, b, input_precision="ieee")
             logits = tl.where(counted[None, :], logits * sm_scale, NONE)
@@ -306,7 +305,7 @@ def select_key_blocks(
     tile = min(64, power_of_two(rows, 16))
     blocks = power_of_two(min(count, max(1, 64 // lanes)), triton.cdiv(16, lanes))
     chunk = min(64, power_of_two(dim, 16))
-    step = min(query_blocks, max(1, WORKSPACE_BYTES // (4 * problems * rows * count)))
+    step = min(query_blocks, MOST_PIECES, max(1, WORKSPACE_BYTES // (4 * problems * rows * count)))
     chosen = []
     for start in range(0, query_blocks, step):
         pieces = min(step, query_blocks - start)
