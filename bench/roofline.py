@@ -90,7 +90,7 @@ def row(preset: str, context: int, batch: int, num_kv_heads: int) -> dict[str, A
     g = geometry(preset, context, batch, num_kv_heads)
     step, dense = step_traffic(g), dense_traffic(g, context)
     total = {name: sum(getattr(made, name) for _, made in step) for name in ("all_reads", "unique_reads", "writes")}
-    router = sum(made.all_reads for name, made in step if name not in ("_attend", "_merge"))
+    router = sum(made.all_reads for name, made in step if name not in ("attend", "_merge"))
     times = {
         name: {
             "us": 1e6 * sum(seconds(made, device) for _, made in step),

@@ -68,7 +68,7 @@ def size(x: torch.Tensor | None) -> int:
 
 
 def attend(launch: Launch) -> Traffic:
-    """``_attend`` of decode: slots of blocks, or a stretch of the window, for a tile of queries."""
+    """``attend`` of decode: slots of blocks, or a stretch of the window, for a tile of queries."""
     a, made = launch.bound(), Traffic()
     dim, dim_v, rows = a["DIM"], a["DIM_V"], a["GROUP_SIZE"] * a["length"]
     heads, tiles, splits = launch.grid  # heads of all sequences, tiles of queries, splits
@@ -83,8 +83,8 @@ def attend(launch: Launch) -> Traffic:
         row = dim * size(a["k_window"]) + dim_v * size(a["v_window"])
         made.read("window", row * keys, heads * tiles, heads)
         made.read("window", size(a["seq_lens"]), heads * tiles * window_splits, heads // a["HEADS"])
-        whole, rest = divmod(keys, a["WINDOW_ROWS"])
-        steps = whole * ceil(a["WINDOW_ROWS"], a["TILE"]) + ceil(rest, a["TILE"])
+        whole, rest = divmod(keys, a["window_rows"])
+        steps = whole * ceil(a["window_rows"], a["TILE"]) + ceil(rest, a["TILE"])
         for n in (a["WIDTH"], a["WIDTH_V"]):
             made.dot(a["WINDOW_DOT"], a["BLOCK_M"], n, a["TILE"], steps * heads * tiles)
     if a["sink"] is not None:
@@ -217,7 +217,8 @@ def softmax_select(launch: Launch) -> Traffic:
 
 def row_sums(launch: Launch) -> Traffic:
     a, made = launch.bound(), Traffic()
-    problems, tiles = launch.grid
+    tiles = ceil(a["rows"], a["ROWS"])
+    problems = launch.grid[0] // tiles
     made.read("scores", a["rows"] * a["total"] * size(a["scores"]), problems)
     made.read("indices", size(a["counts"]), problems * tiles, problems // a["per"])
     made.writes = problems * a["rows"] * 2 * size(a["peaks"])
@@ -226,8 +227,8 @@ def row_sums(launch: Launch) -> Traffic:
 
 def mean_share(launch: Launch) -> Traffic:
     a, made = launch.bound(), Traffic()
-    problems, tiles = launch.grid
-    rows = a["maxed"] * a["meaned"]
+    tiles = ceil(a["total"], a["BLOCK"])
+    problems, rows = launch.grid[0] // tiles, a["maxed"] * a["meaned"]
     made.read("scores", rows * a["total"] * size(a["scores"]), problems)
     made.read("scores", 2 * rows * size(a["peaks"]), problems * tiles, problems)
     made.read("indices", size(a["rows"]), problems * tiles, problems)
@@ -247,7 +248,7 @@ def select(launch: Launch) -> Traffic:
 
 
 KERNELS: dict[str, Callable[[Launch], Traffic]] = {
-    "_attend": attend,
+    "attend": attend,
     "_merge": merge,
     "_score_kernel": score,
     "_minmax_kernel": minmax,

@@ -18,10 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from bench import roofline  # noqa: E402
-from bench.launches import FITTED, Geometry, launches  # noqa: E402
+from bench.launches import FITTED, Geometry, launches, recorded  # noqa: E402
 from bench.traffic import KERNELS, traffic  # noqa: E402
 from dkv import testing  # noqa: E402
 from dkv.kernels.triton import _launch, decode, merge, route  # noqa: E402
+from dkv.kernels.triton._select import Pins, select_scores  # noqa: E402
 from dkv.types import BlockFormat  # noqa: E402
 
 CODED = BlockFormat(32, 4, 31)
@@ -103,8 +104,26 @@ def test_counts_are_what_the_interpreter_loads(monkeypatch, fmt, router):
         made = traffic(launch)
         assert made.all_reads == bytes_of(each["load"]), (launch.name, made.reads)
         assert made.writes == distinct(each["store"]), launch.name
-        if launch.name != "_attend":  # heads that choose the same blocks share parts of them
+        if launch.name != "attend":  # heads that choose the same blocks share parts of them
             assert made.unique_reads == distinct(each["load"]), (launch.name, made.unique)
+
+
+@pytest.mark.skipif(not _launch.INTERPRETED, reason="TRITON_INTERPRET=1 shows what kernels load")
+def test_counts_of_a_selection_in_tiles(monkeypatch):
+    scores = torch.linspace(-1, 1, 2 * 2 * 3 * 9000).view(2, 2, 3, 9000)
+    counts = torch.tensor([9000], dtype=torch.int32)
+
+    def select(device):
+        return select_scores(scores.to(device), counts.to(device), 2, 1, Pins(4, 1), 4)
+
+    with watched(monkeypatch) as seen:
+        select("cpu")
+    expected = recorded("route_blocks", lambda: select("meta"))
+    assert [each["name"] for each in seen] == [launch.name for launch in expected] and len(seen) == 3
+    for each, launch in zip(seen, expected, strict=True):
+        made = traffic(launch)
+        assert made.all_reads == bytes_of(each["load"]), (launch.name, made.reads)
+        assert made.unique_reads == distinct(each["load"]) and made.writes == distinct(each["store"]), launch.name
 
 
 def test_a_tiny_case_by_hand():
