@@ -260,8 +260,8 @@ class _Defs:
             return []
         found = self._product(name, strict)
         if op in (*_THROUGH, "arith.extsi", "arith.extui"):
-            for operand in operands:
-                found += self.products(operand, strict, seen)
+            for operand in operands:  # a quotient counts again what was multiplied before
+                found += self.products(operand, strict and not op.startswith("arith.div"), seen)
         return found
 
     def _product(self, name: str, strict: bool) -> list[str]:
