@@ -74,7 +74,7 @@ def tiling(
     if slot_splits + window_splits == 0:
         window_splits = 1
     longest = max(block_size if width else 0, min(window, window_rows))
-    tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if wide else 32)
+    tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if wide or rank > 64 else 32)
     num_warps = 8 if wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 else 4
     return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, num_warps, 2)
 
