@@ -12,14 +12,12 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dkv.types import CompressedBlocks, code_bytes, code_parts
 
-from ._launch import INTERPRETED, power_of_two
+from ._launch import INTERPRETED
 
 ON_CPU = tl.constexpr(INTERPRETED)
 NONE = tl.constexpr(-math.inf)  # the logit of a row that is not there
@@ -31,20 +29,16 @@ class Codes(NamedTuple):
 
     Attributes
     ----------
-    table : Tensor [planes, width], int32
-        For each plane and place: byte, ``shift << 16``, ``field bits << 20``, ``left << 24``; a place has one plane for
-        each part of its code. Read where ``bits`` is -1.
     bits : int
-        Width of all codes where they are equally wide, else -1.
+        Width of all codes where they are equally wide. Else, above 8, the parts of all runs of channels, 48 bits each.
     planes : int
         Most parts of a code; 0 where nothing is coded.
     vector : int
-        Places that lie in as many consecutive bytes, by the table.
+        Places that lie in as many consecutive bytes.
     row_bytes : int
         Bytes of a row.
     """
 
-    table: Tensor
     bits: int
     planes: int
     vector: int
@@ -52,39 +46,34 @@ class Codes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def code_layout(segments: tuple[tuple[int, int], ...], width: int, device: torch.device) -> Codes:
-    """Layout of rows of codes whose places are padded to ``width``; see the law, "Packing"."""
+def code_layout(segments: tuple[tuple[int, int], ...]) -> Codes:
+    """Layout of rows of codes of ``(channels, bits)``; see the law, "Packing"."""
     planes = max((len(code_parts(bits)) for _, bits in segments), default=0)
     row_bytes = code_bytes(segments)
     steps = [count for count, _ in segments]
     steps += [-(-count * part // 8) for count, bits in segments for part in code_parts(bits)]
     vector = math.gcd(WIDEST_LOAD, *steps)
-    entries = [[place % vector for place in range(width)] for _ in range(max(planes, 1))]
-    start = byte = 0
+    runs, start, byte = [], 0, 0
     for count, bits in segments:
         left = bits
         for plane, part in enumerate(code_parts(bits)):
             left -= part
             size = -(-count * part // 8)
-            for channel in range(count):
-                where = byte + channel % size | part * (channel // size) << 16
-                entries[plane][start + channel] = where | part << 20 | left << 24
+            runs.append(start | count << 9 | byte << 18 | size << 27 | part << 36 | left << 40 | plane << 43)
             byte += size
         start += count
-    table = torch.tensor(entries, dtype=torch.int32, device=device)
-    return Codes(table, segments[0][1] if len(segments) == 1 else -1, planes, vector, row_bytes)
+    layout = sum(run << (48 * index + 16) for index, run in enumerate(runs)) | len(runs) << 4 | 15
+    return Codes(segments[0][1] if len(segments) == 1 else layout, planes, vector, row_bytes)
 
 
 def key_codes(blocks: CompressedBlocks) -> Codes:
-    """Layout of the coded keys, padded as heads are."""
-    dim = blocks.head_dim
-    return code_layout(blocks.format.key_segments(dim), power_of_two(dim, 16), blocks.anchor_k.device)
+    """Layout of the coded keys."""
+    return code_layout(blocks.format.key_segments(blocks.head_dim))
 
 
 def value_codes(blocks: CompressedBlocks) -> Codes:
-    """Layout of the coded values, padded as heads are."""
-    dim = blocks.head_dim_v
-    return code_layout(blocks.format.value_segments(dim), power_of_two(dim, 16), blocks.anchor_v.device)
+    """Layout of the coded values."""
+    return code_layout(blocks.format.value_segments(blocks.head_dim_v))
 
 
 def _light(made: Any) -> Any:
@@ -211,11 +200,30 @@ def _equal_part(row, keep, DIM: tl.constexpr, BITS: tl.constexpr, PART: tl.const
 
 
 @device
+def _mixed_part(byte, shift, mask, left, plane: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
+    """What the places of a run of channels take from a plane; ``RUN`` is an entry of :func:`code_layout`."""
+    START: tl.constexpr = RUN & 511
+    COUNT: tl.constexpr = (RUN >> 9) & 511
+    FIRST: tl.constexpr = (RUN >> 18) & 511
+    SIZE: tl.constexpr = (RUN >> 27) & 511
+    PART: tl.constexpr = (RUN >> 36) & 15
+    LEFT: tl.constexpr = (RUN >> 40) & 7
+    if plane == (RUN >> 43) & 3:
+        place = tl.arange(0, WIDTH)
+        inside = (place >= START) & (place < START + COUNT)
+        channel = place - START
+        byte = tl.where(inside, FIRST + channel % SIZE, byte)
+        shift = tl.where(inside, (PART * (channel // SIZE)) & 7, shift)
+        mask = tl.where(inside, (1 << PART) - 1, mask)
+        left = tl.where(inside, LEFT, left)
+    return byte, shift, mask, left
+
+
+@device
 def load_codes(
     start,
     rows,
     live,
-    table,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BITS: tl.constexpr,
@@ -228,7 +236,7 @@ def load_codes(
     row = start + rows.to(tl.int64)[:, None] * ROW_BYTES
     keep = live[:, None] & (place < DIM)[None, :]
     codes = tl.full([rows.shape[0], WIDTH], 0, tl.int32)
-    if BITS >= 0:
+    if BITS <= 8:
         if BITS & 8:
             codes |= _equal_part(row, keep, DIM, BITS, 8, WIDTH)
         if BITS & 4:
@@ -239,11 +247,15 @@ def load_codes(
             codes |= _equal_part(row, keep, DIM, BITS, 1, WIDTH)
     else:
         for plane in tl.static_range(PLANES):
-            entry = tl.load(table + plane * WIDTH + place)
-            byte = tl.max_contiguous(tl.multiple_of(entry & 0xFFFF, VECTOR), VECTOR)
+            byte = place % VECTOR
+            shift = tl.full([WIDTH], 0, tl.int32)
+            mask = tl.full([WIDTH], 0, tl.int32)
+            left = tl.full([WIDTH], 0, tl.int32)
+            for run in tl.static_range((BITS >> 4) & 63):
+                byte, shift, mask, left = _mixed_part(byte, shift, mask, left, plane, BITS >> (48 * run + 16), WIDTH)
+            byte = tl.max_contiguous(tl.multiple_of(byte, VECTOR), VECTOR)
             field = tl.load(row + byte[None, :], mask=keep, other=0).to(tl.int32)
-            field = (field >> ((entry >> 16) & 7)[None, :]) & ((1 << ((entry >> 20) & 15)) - 1)[None, :]
-            codes |= field << ((entry >> 24) & 7)[None, :]
+            codes |= ((field >> shift[None, :]) & mask[None, :]) << left[None, :]
     return codes
 
 
