@@ -42,12 +42,16 @@ def test_triton_selects_among_many_blocks_as_a_stable_sort_does(size: int) -> No
         assert np.array_equal(testing.to_numpy(got), stable(score, counts, top_k, first, last))
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 40), (2, 9, 20), (1, 70, 300), (2, 3, 4500), (20, 2, 1000)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 50), (1, 1, 300), (3, 1, 40), (2, 9, 20), (1, 70, 300), (2, 3, 4500), (20, 2, 1000)]
+)
 @pytest.mark.parametrize("fewer_rows", [False, True])
 def test_triton_selects_from_scores(shape: tuple[int, int, int], fewer_rows: bool) -> None:
     """Softmax over blocks, the largest of the first axis, the mean of some of the second; held in registers or not."""
     rng = np.random.default_rng(shape[2])
     scores = 3 * rng.standard_normal((4, *shape)).astype(np.float32)
+    if shape[:2] == (1, 1):
+        scores = scores.round(0)  # ties
     scores[0, :, 0, 3] = np.nan
     scores[1, 0, 0, [5, 6]] = np.inf
     scores[2, 0, 0] = -np.inf

@@ -57,11 +57,13 @@ class Tiling:
         return self.slot_splits + self.window_splits
 
 
-def tiling(rows: int, head_dim: int, head_dim_v: int, block_size: int, width: int, window: int, wide: bool) -> Tiling:
+def tiling(
+    rows: int, head_dim: int, head_dim_v: int, block_size: int, rank: int, width: int, window: int, wide: bool
+) -> Tiling:
     """Cut ``rows`` of queries of one kv head over ``width`` slots and ``window`` exact rows.
 
-    ``wide`` where numbers are multiplied in float32. There is a split of the window without rows where nothing else is
-    attended, so that every call has a state.
+    ``rank`` is that of rows which are attended, 0 where all are residuals; ``wide`` where numbers are multiplied in
+    float32. Where nothing else is attended there is a split of the window without rows, so that every call has a state.
     """
     dim = power_of_two(max(head_dim, head_dim_v), 16)
     block_m = min(power_of_two(rows, 16), max(16, 4096 // dim), 64)
@@ -72,8 +74,8 @@ def tiling(rows: int, head_dim: int, head_dim_v: int, block_size: int, width: in
     if slot_splits + window_splits == 0:
         window_splits = 1
     longest = max(block_size if width else 0, min(window, window_rows))
-    tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if wide else 32)
-    num_warps = 8 if wide or block_m * dim > 2048 else 4
+    tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if wide or rank > 64 else 32)
+    num_warps = 8 if wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 else 4
     return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, num_warps, 2)
 
 
@@ -181,9 +183,10 @@ def _tiling(
     rows = q.shape[1] // heads * q.shape[2]
     width = block_indices.shape[2] if blocks is not None and blocks.num_blocks else 0
     block_size = blocks.block_size if blocks is not None else 1
+    rank = 0 if blocks is None or blocks.format.keeps_every_row else blocks.rank
     keys = 0 if k is None else k.shape[2]
     wide = tl.float32 in _dots(blocks, k, v)
-    return tiling(rows, q.shape[3], dim_v, block_size, width, max(keys, int(sink is not None)), wide)
+    return tiling(rows, q.shape[3], dim_v, block_size, rank, width, max(keys, int(sink is not None)), wide)
 
 
 def _dots(blocks: CompressedBlocks | None, k: Tensor | None, v: Tensor | None) -> list[tl.dtype]:

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import launch, power_of_two
+from ._launch import INTERPRETED, launch, power_of_two
 from ._rows import NONE, rounded
 
-ROWS = 4  # of a program, whatever the batch
+ROWS = 32 if INTERPRETED else 4  # of a program, whatever the batch
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
