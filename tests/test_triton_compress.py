@@ -17,7 +17,7 @@ if "triton" not in BACKENDS:
 
 import torch
 
-from dkv.kernels.triton import _launch, _quantise
+from dkv.kernels.triton import _launch, _lowrank, _quantise
 from dkv.kernels.triton import compress as module
 
 MIXED = {"key_bits": (8, 6, 5, 4, 3, 2, 1, 0), "value_bits": 3}
@@ -91,6 +91,14 @@ def test_small_singular_values_beside_large_ones() -> None:
         u, basis = (np.asarray(x, np.float64) for x in (blocks.u[0, 0], blocks.basis_k[0, 0, 0]))
         error = np.square(k[0, 0] - float(blocks.u_unit[0, 0]) * u @ basis).sum()
         assert error <= 1.001 * np.square(exact[rank:]).sum() + 2.0**-46 * 96
+
+
+def test_both_halves_of_a_symmetric_product() -> None:
+    """Three tiles a side; the solver reads one half, what stands in for it when it fails reads both."""
+    rows = torch.randn(2, 140, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for left, right in ((rows, rows.mT), (rows.mT, rows)):
+        got = _lowrank.product(left, right, symmetric=True)
+        assert torch.equal(got, got.mT) and torch.allclose(got, left @ right, rtol=0, atol=1e-12)
 
 
 def test_a_gradient_that_is_asked_for_does_not_hinder() -> None:
