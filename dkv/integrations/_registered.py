@@ -13,7 +13,7 @@ from torch import Tensor
 import dkv
 from dkv import _checks as check
 from dkv.config import DKVConfig
-from dkv.types import RESIDUAL_GROUP, BlockFormat, CompressedBlocks, code_bytes
+from dkv.types import RESIDUAL_GROUP, AttentionState, BlockFormat, CompressedBlocks, code_bytes
 
 PARTS = tuple(field.name for field in dataclasses.fields(CompressedBlocks) if field.name != "format")
 _PART = {name: index for index, name in enumerate(PARTS)}
@@ -356,7 +356,7 @@ _op(
 def _merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], backend: str | None = None) -> State:
     if len(outs) != len(lses):
         raise ValueError(f"outs and lses must go in pairs, got {len(outs)} and {len(lses)}")
-    return _new(dkv.merge_states(list(zip(outs, lses)), backend=backend))
+    return _new(dkv.merge_states([AttentionState(*pair) for pair in zip(outs, lses)], backend=backend))
 
 
 def _fake_merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], backend: str | None = None) -> State:
