@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dkv
-from bench.launches import FITTED, Geometry
+from bench.launches import FITTED, Geometry, launches
 from bench.parity import RESERVE, Clock, Place, parity
 from dkv.config import DKVConfig
 from dkv.types import CompressedBlocks
@@ -255,14 +255,11 @@ def ahead() -> list[tuple[str, Geometry]]:
 
 def _compile(work: tuple[str, Geometry, int]) -> str:
     """Fill the cache on disk for one call; what went wrong, in words."""
-    from triton.backends.compiler import GPUTarget
-
-    from bench.compiled import specialised
-    from bench.launches import launches
-
     op, geometry, capability = work
-    target = GPUTarget("cuda", capability, 32)
     try:
+        from bench.compiled import GPUTarget, specialised  # of Triton's inside, which another version may have changed
+
+        target = GPUTarget("cuda", capability, 32)
         for launch in launches(op, geometry):
             job = specialised(launch, target)
             triton.compile(job.source, target=target, options=job.options)
