@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch, power_of_two
-from ._rows import rounded, widened
+from ._cast import saturated, widened
 from ._wide import differences, exact_power, head_of, rounded_half, signed_codes, unit_exponent
 
 NORM_FLOOR = tl.constexpr(1e-5)
@@ -185,14 +185,14 @@ def _store_basis(
         if CODED:
             stored = signed_codes(x, step_k.to(tl.float64))
         else:
-            stored = rounded(x, basis_k.dtype.element_ty)
+            stored = saturated(x, basis_k.dtype.element_ty)
         tl.store(basis_k + at * D + channel, stored, mask=seen_k)
         if VALUES:
             x = tl.load(rows + H * D + head * DV, mask=seen_v, other=0.0) / size
             if CODED:
                 stored = signed_codes(x, step_v.to(tl.float64))
             else:
-                stored = rounded(x, basis_v.dtype.element_ty)
+                stored = saturated(x, basis_v.dtype.element_ty)
             tl.store(basis_v + at * DV + channel, stored, mask=seen_v)
 
 
@@ -231,7 +231,7 @@ def _store_u(
             tl.store(u_scale + n * S + row, scale.to(tl.float32).to(tl.float16), mask=(n < blocks) & (row < S))
             stored = signed_codes(x, scale)
         else:
-            stored = rounded(x, u.dtype.element_ty)
+            stored = saturated(x, u.dtype.element_ty)
         tl.store(u + (n * S + row) * RANK + column, stored, mask=seen)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dkv.types import RESIDUAL_GROUP, code_bytes
 
 from ._launch import launch, power_of_two
-from ._rows import widened
+from ._cast import widened
 from ._wide import (
     differences,
     exact_power,

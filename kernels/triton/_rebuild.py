@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._rows import rounded, widened
+from ._cast import saturated, widened
 from ._wide import runs_of, width_of
 
 
@@ -38,7 +38,7 @@ def lowrank_rows(
                 step = tl.load(basis_scale + block * RANK + rank, mask=rank < RANK, other=0.0)
                 right *= step.to(tl.float64)[:, None]
             x += tl.dot(left, right, input_precision="ieee", out_dtype=tl.float64)
-    stored = tl.where(row == 0, first, rounded(x, out.dtype.element_ty))
+    stored = tl.where(row == 0, first, saturated(x, out.dtype.element_ty))
     if RAGGED:
         valid = block % N < tl.load(counts + block // N)
         stored = tl.where(valid, stored, 0.0).to(out.dtype.element_ty)
@@ -95,7 +95,7 @@ def residual_rows(
         x = tl.load(unit + pair, mask=known, other=0.0).to(tl.float64) * (low + step * code)
         if ANCHORED:
             x += widened(tl.load(anchor + pair * D + channel, mask=known, other=0.0)).to(tl.float64)
-        stored = rounded(x, out.dtype.element_ty)
+        stored = saturated(x, out.dtype.element_ty)
     else:
         stored = tl.load(packed + line * D + place, mask=seen, other=0.0)
     if CHOSEN:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from dkv.types import EIGHTHS
 
-from ._rows import widened
+from ._cast import widened
 
 EIGHTH_COUNT = tl.constexpr(EIGHTHS)
 
