@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import launch, power_of_two
 from ._cast import saturated, widened
+from ._launch import launch, power_of_two
 from ._wide import differences, exact_power, head_of, rounded_half, signed_codes, unit_exponent
 
 NORM_FLOOR = tl.constexpr(1e-5)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dkv.types import RESIDUAL_GROUP, code_bytes
 
-from ._launch import launch, power_of_two
 from ._cast import widened
+from ._launch import launch, power_of_two
 from ._wide import (
     differences,
     exact_power,
