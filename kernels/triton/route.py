@@ -60,18 +60,18 @@ class RouteConfig(NamedTuple):
 
 
 def config(
-    batch: int, total: int, heads: int, rows: int, block_size: int, head_dim: int, most: int = 64, planes: int = 1
+    batch: int, total: int, heads: int, rows: int, block_size: int, head_dim: int, stored: bool, wide: bool
 ) -> RouteConfig:
     """Tiles of ``rows`` queries of each of ``heads`` kv heads over ``total`` blocks of each of ``batch`` sequences.
 
-    At most ``most`` rows of a block are scored at a time, with codes put together from ``planes`` parts.
+    ``stored`` where residual rows are read, ``wide`` where float32 is multiplied.
     """
     width = power_of_two(head_dim, 16)
     tall = min(power_of_two(rows, 16), 64 if width <= 128 else 32)
-    tile = min(power_of_two(block_size, 16), most if tall * width <= 2048 else min(most, 64))
+    tile = min(power_of_two(block_size, 16), 64 if stored or wide or tall * width > 2048 else 128)
     programs = max(1, batch * total * triton.cdiv(rows, tall))
     splits = min(heads, triton.cdiv(PROGRAMS, programs))
-    warps = 8 if tall * width > 4096 or planes > 1 else 4  # codes of several parts take registers
+    warps = 8 if tall * width > 4096 or wide else 4
     return RouteConfig(tall, tile, triton.cdiv(heads, splits), min(64, power_of_two(total, 16)), warps, 2)
 
 
@@ -301,10 +301,8 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
     lowrank = router == "lowrank" or (router == "keys" and not fmt.keeps_every_row)
     stored = blocks.num_residuals > 0 and not (lowrank and fmt.keeps_every_row)
     rows_dot, factors_dot = dot_dtype(blocks.anchor_k), dot_dtype(blocks.anchor_k, blocks.u)
-    codes = key_codes(blocks)
-    most = 128 if not stored and tl.float32 != factors_dot else 64
-    planes = codes.planes if stored and not fmt.exact_rows else 1
-    tiles = config(batch, total, heads_kv, rows, blocks.block_size, dim, most, planes)
+    wide = tl.float32 == factors_dot or tl.float32 == rows_dot
+    tiles = config(batch, total, heads_kv, rows, blocks.block_size, dim, stored, wide)
     common: dict[str, Any] = {
         "HEADS": heads_kv,
         "GROUP_SIZE": heads // heads_kv,
@@ -333,6 +331,7 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
             **common,
         )
         return scores
+    codes = key_codes(blocks)
     names = ("anchor_k", "u", "u_scale", "u_unit", "basis_k", "basis_k_scale", "residual_indices", "residual_k")
     names += ("residual_k_scale", "residual_k_min", "residual_k_unit", "residual_k_order")
     launch(
