@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -27,14 +28,19 @@ def library_of(array: Any) -> str:
 def unavailable_reason(backend: str) -> str | None:
     """Why a backend cannot run here; None when it can."""
     library, package = BACKENDS[backend]
-    if importlib.util.find_spec(package) is None:
+    if not _installed(package):
         return f"this version of dkv has no {backend} kernels"
     needed = "triton" if backend == "triton" else library
-    if importlib.util.find_spec(needed) is None:
+    if not _installed(needed):
         return f'{needed} is not installed: pip install "dkv[{backend}]"'
     if backend == "triton" and not _interpreted() and not any(os.path.exists(path) for path in GPU_FILES):
         return "no GPU was found; set TRITON_INTERPRET=1 before Python starts to run its kernels on the CPU, slowly"
     return None
+
+
+@functools.cache
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _interpreted() -> bool:

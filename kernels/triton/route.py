@@ -78,7 +78,8 @@ def config(
 @device
 def _query_rows(q, row, batch, head, length, q_b, q_h, q_s, GROUP_SIZE: tl.constexpr):
     """Pointers to the queries of a kv head, one query head after another."""
-    return q + batch * q_b + (head * GROUP_SIZE + row // length) * q_h + (row % length).to(tl.int64) * q_s
+    which = (row // length).to(tl.int64) + head * GROUP_SIZE
+    return q + batch * q_b + which * q_h + (row % length).to(tl.int64) * q_s
 
 
 @device
