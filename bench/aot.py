@@ -30,81 +30,120 @@ from bench.launches import DECODE_OPS, FITTED, OPS, Geometry, launches
 from dkv.types import BlockFormat
 
 EXACT = BlockFormat(num_residuals=128, factor_bits=16, residual_bits=16)
-FORMATS = {
-    "default": BlockFormat(),
-    "fitted": FITTED,
-    "fitted, rank 32": dataclasses.replace(FITTED, rank=32),
-    "wide": BlockFormat(rank=0, key_bits=(8, 7, 6, 5, 4, 4, 3, 3), value_bits=5),
-    "nothing but means": BlockFormat(rank=0, key_bits=(0,) * 8, value_bits=0),
-    "paper": EXACT,
-    "64 rows": BlockFormat(num_residuals=64),
-    "no rows": BlockFormat(num_residuals=0),
-    "rank 128": BlockFormat(rank=128, num_residuals=64),
-    "fp32": dataclasses.replace(EXACT, factor_bits=32),
-    "minmax": BlockFormat(minmax=True),
-    "8 bits": BlockFormat(residual_bits=8),
-    "3 bits": BlockFormat(residual_bits=3, num_residuals=200),
-    "block of 64": BlockFormat(block_size=64, num_residuals=63),
+ROWS: dict[str, dict[str, Any]] = {
+    "4 bits": {},
+    "mixed": {"key_bits": (4, 3, 2, 2, 2, 1, 1, 0), "value_bits": 2},
+    "exact": {"residual_bits": 16},
+    "wide": {"key_bits": (8, 7, 6, 5, 4, 4, 3, 3), "value_bits": 5},
+    "means": {"key_bits": (0,) * 8, "value_bits": 0},
+    "8 bits": {"residual_bits": 8},
 }
-ROUTERS = ("lowrank", "keys", "residual")
-PARTS_OF_A_STEP = ("lowrank_attention", "residual_attention", "reconstruct_blocks", "merge_states")  # fewer shapes do
+FORMAT = {
+    "rows": tuple(ROWS),
+    "rank": (32, 0, 128),
+    "num_residuals": (255, 0, 64),
+    "factor_bits": (8, 16, 32),
+    "block_size": (256, 64),
+}
+SHAPE: dict[str, tuple[Any, ...]] = {
+    "dims": ((128, 128), (64, 64), (80, 80), (192, 128), (192, 192), (256, 256)),
+    "dtype": ("bf16", "fp16", "fp32"),
+}
+QUERIES = {"group": (4, 1, 7, 16), "q_len": (1, 4, 16), "num_kv_heads": (2, 8), "batch": (1, 8)}
+OTHERS = {"softcap": (None, 30.0), "sink": (False, True), "ragged": (False, True)}
+AXES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "route_blocks": {
+        **FORMAT, **SHAPE, **QUERIES, "dims": tuple((dim, dim) for dim in (128, 64, 80, 192, 256)),
+        "router": ("lowrank", "keys", "residual", "minmax"), "share": ("kv_head", "all"), "ragged": (False, True),
+        "num_blocks": (64, 1, 512, 4096), "top_k": (16, 2**31 - 1),
+    },
+    "lowrank_attention": {**FORMAT, **SHAPE},
+    "residual_attention": {**FORMAT, **SHAPE},
+    "exact_attention": {**SHAPE, **QUERIES, **OTHERS, "window": (1280, 16, 4096)},
+    "decode_attention": {
+        **FORMAT, **SHAPE, **QUERIES, **OTHERS, "window": (1280, 16), "num_blocks": (64, 1, 512), "top_k": (16, 512)
+    },
+    "merge_states": {**SHAPE, "q_len": (1, 4, 16)},
+    "compress_blocks": {**FORMAT, **SHAPE},
+    "reconstruct_blocks": {**FORMAT, **SHAPE, "ragged": (False, True)},
+    "prefill_attention": {**SHAPE, **QUERIES, "softcap": (None, 30.0), "sink": (False, True)},
+}  # fmt: skip
+STEP = ("route_blocks", "decode_attention")
+IN_PAIRS = ("attend", "_score_kernel", "_minmax_kernel")  # of a decode step: what reads stored blocks
+
+
+def pairs(axes: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Settings in which any two values of two axes meet at least once; the first has the first value of each axis."""
+    names = sorted(axes, key=lambda name: -len(axes[name]))
+    open_pairs = {
+        ((one, a), (two, b)): None
+        for one, two in itertools.combinations(names, 2)
+        for a, b in itertools.product(range(len(axes[one])), range(len(axes[two])))
+    }
+    while open_pairs:
+        chosen = dict(next(iter(open_pairs)))
+        for name in names:
+            if name not in chosen:
+
+                def gain(value: int, name: str = name) -> int:
+                    met = (((name, value), other) for other in chosen.items())
+                    return sum(pair in open_pairs or pair[::-1] in open_pairs for pair in met)
+
+                chosen[name] = max(range(len(axes[name])), key=gain)
+        for pair in itertools.combinations([(name, chosen[name]) for name in names], 2):
+            open_pairs.pop(pair, None)
+        yield {name: axes[name][chosen[name]] for name in axes}
+
+
+def geometry(settings: dict[str, Any]) -> Geometry:
+    """The geometry of values of :data:`AXES`."""
+    given = dict(settings)
+    fields = {name: given.pop(name) for name in tuple(FORMAT)[1:] if name in given}
+    fmt = BlockFormat(**fields, **ROWS[given.pop("rows", "4 bits")], minmax=given.get("router") == "minmax")
+    given["head_dim"], given["head_dim_v"] = given.pop("dims")
+    return Geometry(**given, format=fmt)
 
 
 def geometries(op: str, quick: bool) -> Iterator[tuple[str, Geometry]]:
-    """Named shapes for an op: a star around the usual ones, each axis in turn, and pairs that meet in practice."""
+    """Named shapes for an op: three that are meant to be used, then pairs of all that a launcher looks at."""
     base = Geometry()
     yield "base", base
     if quick:
         yield "Hkv 8, fp16", dataclasses.replace(base, num_kv_heads=8, dtype="fp16")
-        yield "fitted", dataclasses.replace(base, format=FITTED, router="keys")
-        yield "paper", dataclasses.replace(base, format=EXACT, router="residual", share="all")
-        return
-    for dim in (64, 72, 80, 96, 192, 256):
-        yield f"D {dim}", dataclasses.replace(base, head_dim=dim)
-    yield "D 192, Dv 128", dataclasses.replace(base, head_dim=192, head_dim_v=128)
-    yield "D 64, Dv 72", dataclasses.replace(base, head_dim=64, head_dim_v=72)
-    for dtype in ("fp16", "fp32"):
-        yield dtype, dataclasses.replace(base, dtype=dtype)
-        yield f"{dtype}, D 256", dataclasses.replace(base, dtype=dtype, head_dim=256)
-    for name, fmt in FORMATS.items():
-        for heads in (2, 8) if name in ("default", "fitted", "paper") else (2,):
-            for router in (*ROUTERS, "minmax") if fmt.minmax else ROUTERS:
-                if op == "route_blocks" or router == "lowrank":
-                    settings = {"format": fmt, "router": router, "num_kv_heads": heads}
-                    yield f"{name}, {router}, Hkv {heads}", dataclasses.replace(base, **settings)
-        for dtype in ("fp16", "fp32"):
-            yield f"{name}, {dtype}", dataclasses.replace(base, format=fmt, dtype=dtype)
-    if op in PARTS_OF_A_STEP:
-        return
-    for group in (1, 2, 3, 6, 7, 8, 16):
-        yield f"group {group}", dataclasses.replace(base, group=group)
-        yield f"group {group}, paper", dataclasses.replace(base, group=group, format=EXACT)
-    for length in (2, 4, 16):
-        yield f"Sq {length}", dataclasses.replace(base, q_len=length)
-        yield f"Sq {length}, group 8", dataclasses.replace(base, q_len=length, group=8)
-    for batch in (2, 8, 64):
-        yield f"batch {batch}", dataclasses.replace(base, batch=batch)
-        yield f"batch {batch}, Hkv 8", dataclasses.replace(base, batch=batch, num_kv_heads=8)
-    for count in (1, 16, 512, 4096):
-        yield f"{count} blocks", dataclasses.replace(base, num_blocks=count)
-        yield f"{count} blocks, fitted", dataclasses.replace(base, num_blocks=count, format=FITTED, router="keys")
-    yield "every block", dataclasses.replace(base, top_k=2**31 - 1, format=FITTED)
-    yield "share all", dataclasses.replace(base, share="all")
-    yield "ragged, softcap, sink", dataclasses.replace(base, ragged=True, softcap=30.0, sink=True)
-    for rows in (16, 256, 4096):
-        yield f"window {rows}", dataclasses.replace(base, window=rows)
+    yield "fitted", dataclasses.replace(base, format=FITTED, router="keys")
+    yield "paper", dataclasses.replace(base, format=EXACT, router="residual", share="all")
+    if not quick:
+        for settings in pairs(AXES[op]):
+            yield ", ".join(f"{name} {value}" for name, value in settings.items()), geometry(settings)
+
+
+def features(job: Specialised) -> set[tuple[str, str]]:
+    """What a launch is compiled for, value by value: dtypes, constants, warps."""
+    source = job.source
+    given = {**source.signature, **{str(path): value for path, value in source.constants.items()}}
+    return {(name, str(value)) for name, value in given.items()} | {("warps", str(job.options["num_warps"]))}
 
 
 def jobs(
     ops: list[str], targets: list[str], quick: bool, most: int | None = None
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """``(target, key) -> kernel``: what is to be compiled, and for which ops and geometries."""
+    """``(target, key) -> kernel``: what is to be compiled, and for which ops and geometries.
+
+    Kernels of a decode step that read blocks are compiled in all geometries of their ops. Of the others, and of an op
+    that is a part of a step, a launch is left out where each of its values has been met already.
+    """
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for op in ops:
-        for label, geometry in itertools.islice(geometries(op, quick), most):
-            for launch in launches(op, geometry):
+    met: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for op in sorted(ops, key=lambda op: op not in STEP):
+        for label, shape in itertools.islice(geometries(op, quick), most):
+            for launch in launches(op, shape):
                 for target in targets:
                     job = specialised(launch, TARGETS[target])
+                    known, own = met.setdefault((target, launch.name), set()), features(job)
+                    wanted = op in STEP and launch.name in IN_PAIRS
+                    if (target, job.key) not in found and not wanted and own <= known:
+                        continue
+                    known |= own
                     entry = found.setdefault((target, job.key), {"job": job, "kernel": launch.name, "for": []})
                     entry["options"] = {name: _plain(value) for name, value in launch.options.items()}
                     entry["for"].append(f"{op}: {label}")
