@@ -84,12 +84,13 @@ def pairs(axes: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
         chosen = dict(next(iter(open_pairs)))
         for name in names:
             if name not in chosen:
-
-                def gain(value: int, name: str = name) -> int:
-                    met = (((name, value), other) for other in chosen.items())
-                    return sum(pair in open_pairs or pair[::-1] in open_pairs for pair in met)
-
-                chosen[name] = max(range(len(axes[name])), key=gain)
+                others = list(chosen.items())
+                values = range(len(axes[name]))
+                met = [
+                    sum((mine, other) in open_pairs or (other, mine) in open_pairs for other in others)
+                    for mine in ((name, value) for value in values)
+                ]
+                chosen[name] = met.index(max(met))
         for pair in itertools.combinations([(name, chosen[name]) for name in names], 2):
             open_pairs.pop(pair, None)
         yield {name: axes[name][chosen[name]] for name in axes}

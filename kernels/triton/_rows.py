@@ -122,8 +122,8 @@ def _code_dot(a, b):
 def dot(a, b, DOT: tl.constexpr):
     """``a [M, K]`` float32 times ``b [K, N]``, which is exact in ``DOT``; float32.
 
-    In 16 bits ``a`` goes in as two numbers, so that its rounding stays near float32's; where ``DOT`` is float32 and ``b``
-    are codes, which bfloat16 holds, as three, which are all of it.
+    In 16 bits ``a`` goes in as two numbers, so that its rounding stays near float32's; where ``DOT`` is float32 and
+    ``b`` are codes, which bfloat16 holds, as three, which are all of it.
     """
     if tl.float32 == DOT:
         if ON_CPU or not b.dtype.is_int():
