@@ -1,6 +1,11 @@
 """Compile every kernel in every configuration that a launcher may choose, for GPUs that are not there.
 
-python -m bench.aot --json FILE [--targets sm_90,gfx942] [--ops decode_attention,...] [--quick] [--geometries N]
+python -m bench.aot --json FILE [--targets sm_90,gfx942] [--ops decode_attention,...] [--quick] [--every]
+
+Not the product of all settings: any two values of two settings that a launcher looks at meet in at least one geometry
+(:data:`AXES`), and kernels outside of a decode step are compiled for each value that occurs. That is some 160 kernels
+a target; ``--quick`` takes geometries that are in use. Spills to memory count; scalar registers that go to lanes of
+vector registers (AMD) are shown apart.
 
 Exits with 1 where a kernel does not compile, does not fit into shared memory, multiplies 16-bit numbers without the
 matrix unit or any in tf32, computes an address in 32 bits, or where one that runs in a decode step spills.
@@ -36,7 +41,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "exact": {"residual_bits": 16},
     "wide": {"key_bits": (8, 7, 6, 5, 4, 4, 3, 3), "value_bits": 5},
     "means": {"key_bits": (0,) * 8, "value_bits": 0},
-    "8 bits": {"residual_bits": 8},
 }
 FORMAT = {
     "rows": tuple(ROWS),
@@ -46,7 +50,7 @@ FORMAT = {
     "block_size": (256, 64),
 }
 SHAPE: dict[str, tuple[Any, ...]] = {
-    "dims": ((128, 128), (64, 64), (80, 80), (192, 128), (192, 192), (256, 256)),
+    "dims": ((128, 128), (64, 64), (80, 80), (192, 128), (256, 256)),
     "dtype": ("bf16", "fp16", "fp32"),
 }
 QUERIES = {"group": (4, 1, 7, 16), "q_len": (1, 4, 16), "num_kv_heads": (2, 8), "batch": (1, 8)}
@@ -130,25 +134,44 @@ def jobs(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """``(target, key) -> kernel``: what is to be compiled, and for which ops and geometries.
 
-    Kernels of a decode step that read blocks are compiled in all geometries of their ops. Of the others, and of an op
-    that is a part of a step, a launch is left out where each of its values has been met already.
+    Kernels of a decode step that read blocks are compiled in all geometries of their ops. Of the others, and of parts
+    of a step, so many launches as it takes to meet each value that occurs: of a constant, a dtype, of warps.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    met: dict[tuple[str, str], set[tuple[str, str]]] = {}
     for op in sorted(ops, key=lambda op: op not in STEP):
         for label, shape in itertools.islice(geometries(op, quick), most):
             for launch in launches(op, shape):
                 for target in targets:
                     job = specialised(launch, TARGETS[target])
-                    known, own = met.setdefault((target, launch.name), set()), features(job)
-                    wanted = op in STEP and launch.name in IN_PAIRS
-                    if (target, job.key) not in found and not wanted and own <= known:
-                        continue
-                    known |= own
-                    entry = found.setdefault((target, job.key), {"job": job, "kernel": launch.name, "for": []})
+                    new = {"job": job, "kernel": launch.name, "for": [], "all": False}
+                    entry = found.setdefault((target, job.key), new)
                     entry["options"] = {name: _plain(value) for name, value in launch.options.items()}
                     entry["for"].append(f"{op}: {label}")
-    return found
+                    entry["all"] |= op in STEP and launch.name in IN_PAIRS
+    kept = _cover(found)
+    return {key: entry for key, entry in found.items() if key in kept}
+
+
+def _cover(found: dict[tuple[str, str], dict[str, Any]]) -> set[tuple[str, str]]:
+    """Entries that are wanted, and some others of each kernel that have every value that occurs."""
+    kept = {key for key, entry in found.items() if entry["all"]}
+    rest: dict[tuple[str, str], dict[tuple[str, str], set[tuple[str, str]]]] = {}
+    met: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for key, entry in found.items():
+        kernel = key[0], entry["kernel"]
+        if key in kept:
+            met.setdefault(kernel, set()).update(features(entry["job"]))
+        else:
+            rest.setdefault(kernel, {})[key] = features(entry["job"])
+    for kernel, others in rest.items():
+        known = met.setdefault(kernel, set())
+        while others:
+            best = max(others, key=lambda key: len(others[key] - known))
+            if not others[best] - known:
+                break
+            kept.add(best)
+            known |= others.pop(best)
+    return kept
 
 
 def _plain(value: Any) -> Any:
@@ -168,18 +191,48 @@ def run(
     """Compile everything; one row per kernel, target and specialisation."""
     found = jobs(ops, targets, quick, most)
     _queue[:] = [(entry["job"], target) for (target, _), entry in found.items()]
-    rows: list[dict[str, Any]] = []
+    keys = list(found)
+    made: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # thousands of files
-        keys = list(found)
         with multiprocessing.get_context("fork").Pool(processes) as pool:
             done = pool.imap_unordered(_work, range(len(keys)))
-            for index, made in track(done, "Compiling", total=len(keys), console=console, transient=True):
-                entry, (target, _) = found[keys[index]], keys[index]
-                row = {"kernel": entry["kernel"], "target": target, "options": entry["options"]}
-                row["decode"] = any(use.split(":")[0] in DECODE_OPS for use in entry["for"])
-                rows.append({**row, "for": entry["for"], **made})
-    return sorted(rows, key=lambda row: (row["kernel"], row["target"], str(row["options"])))
+            made.update(track(done, "Compiling", total=len(keys), console=console, transient=True))
+    return [row_of(found[key], key[0], made[index]) for index, key in enumerate(keys)]
+
+
+def row_of(entry: dict[str, Any], target: str, made: dict[str, Any]) -> dict[str, Any]:
+    """A compiled kernel with what it is for."""
+    decode = any(use.split(":")[0] in DECODE_OPS for use in entry["for"])
+    about = {name: entry[name] for name in ("kernel", "options", "for")}
+    return {"target": target, "decode": decode, **about, **made}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One object per kernel and target: the worst of its configurations, and each that spills or fails."""
+    result = []
+    for (kernel, target), each in _grouped(rows):
+        good = [row for row in each if "registers" in row]
+        widths = [int(width) for row in good for width in row["loads"]]
+        shown: dict[str, Any] = {"kernel": kernel, "target": target, "configurations": len(each)}
+        for name in ("registers", "spills", "scalar_spills", "stack", "shared"):
+            shown[name] = max((row.get(name, 0) for row in good), default=None)
+        shown["matrix"] = sorted({name.split(".")[0].split("_f")[0] for row in good for name in row["matrix"]})
+        shown["widest_load"], shown["narrowest_load"] = max(widths, default=None), min(widths, default=None)
+        shown["findings"] = [
+            {"for": row["for"][0], "fails": bool(fails(row)), "found": row["failures"], "options": row["options"]}
+            for row in each
+            if row["failures"]
+        ]
+        result.append(shown)
+    return result
+
+
+def _grouped(rows: list[dict[str, Any]]) -> list[tuple[tuple[str, str], list[dict[str, Any]]]]:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["kernel"], row["target"]), []).append(row)
+    return sorted(groups.items(), key=lambda group: group[0])
 
 
 def fails(row: dict[str, Any]) -> list[str]:
@@ -192,30 +245,25 @@ def table(rows: list[dict[str, Any]], consumer: bool) -> Table:
     shown = Table(title="Kernels by target; the worst of their configurations")
     for name in ("kernel", "target", "configurations"):
         shown.add_column(name)
-    for name in ("registers", "spills", "shared", "matrix", "widest load", "narrowest"):
+    for name in ("registers", "spills", "scalar spills", "shared", "matrix", "widest load", "narrowest"):
         shown.add_column(name, justify="right")
     shown.add_column("findings", overflow="fold")
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["kernel"], row["target"]), []).append(row)
-    for (kernel, target), each in groups.items():
-        good = [row for row in each if "registers" in row]
-        widths = [int(width) for row in good for width in row["loads"]]
-        kinds = sorted({name.split(".")[0].split("_f")[0] for row in good for name in row["matrix"]})
-        findings = sorted({failure for row in each for failure in row["failures"]})
-        large = sum(row["shared"] > CONSUMER_SHARED for row in good)
-        if consumer and target == "sm_80" and large:
+    for line, (_, each) in zip(summary(rows), _grouped(rows), strict=True):
+        findings = sorted({failure for found in line["findings"] for failure in found["found"]})
+        large = sum(row.get("shared", 0) > CONSUMER_SHARED for row in each)
+        if consumer and line["target"] == "sm_80" and large:
             findings.append(f"{large} need more than {CONSUMER_SHARED} bytes of shared memory")
+        names = ("registers", "spills", "scalar_spills", "shared", "widest_load", "narrowest_load")
+        numbers = ["-" if line[name] is None else str(line[name]) for name in names]
+        more = f"; {len(findings) - 4} more" if len(findings) > 4 else ""
         shown.add_row(
-            kernel,
-            target,
-            str(len(each)),
-            *(str(max((row[name] for row in good), default="-")) for name in ("registers", "spills", "shared")),
-            " ".join(kinds) or "-",
-            str(max(widths, default="-")),
-            str(min(widths, default="-")),
-            "; ".join(finding[:120] for finding in findings[:4])
-            + (f"; {len(findings) - 4} more" if len(findings) > 4 else ""),
+            line["kernel"],
+            line["target"],
+            str(line["configurations"]),
+            *numbers[:4],
+            " ".join(line["matrix"]) or "-",
+            *numbers[4:],
+            "; ".join(finding[:120] for finding in findings[:4]) + more,
         )
     return shown
 
@@ -227,6 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--quick", action="store_true", help="a few geometries")
     parser.add_argument("--geometries", type=int, help="no more of them than this")
+    parser.add_argument("--every", action="store_true", help="write every configuration, not the worst by kernel")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--consumer", action="store_true", help="say which kernels need more than 99 KiB on sm_80")
     options = parser.parse_args(arguments)
@@ -237,7 +286,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(stderr=True)
     rows = run(ops, targets, options.quick, options.geometries, options.processes, console)
     with open(options.json, "w", encoding="utf-8") as file:
-        json.dump(rows, file, indent=1)
+        json.dump(rows if options.every else summary(rows), file, indent=1)
+        file.write("\n")
     Console(width=None if sys.stdout.isatty() else 160).print(table(rows, options.consumer))
     failed = [row for row in rows if fails(row)]
     print(f"{len(rows)} compiled, {len(failed)} fail")
