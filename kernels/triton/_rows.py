@@ -320,7 +320,7 @@ def load_codes(
                 byte, shift, mask, left = _mixed_part(byte, shift, mask, left, plane, BITS >> (48 * run + 16), WIDTH)
             byte = tl.max_contiguous(tl.multiple_of(byte, VECTOR), VECTOR)
             field = tl.load(row + byte[None, :], mask=keep, other=0).to(tl.int32)
-            codes |= ((field >> shift[None, :]) & mask[None, :]) << left[None, :]
+            codes |= ((field << 8) >> (8 + shift - left)[None, :]) & (mask << left)[None, :]
     return codes
 
 

@@ -68,7 +68,7 @@ def tiling(
     else is attended there is a split of the window without rows, so that every call has a state.
     """
     dim = power_of_two(max(head_dim, head_dim_v), 16)
-    block_m = min(power_of_two(rows, 16), max(16, (2048 if wide else 4096) // max(dim, power_of_two(rank))), 64)
+    block_m = min(power_of_two(rows, 16), max(16, (2048 if wide or rank else 4096) // max(dim, power_of_two(rank))), 64)
     slots = max(1, SPLIT_ROWS // max(block_size, 1), -(-width // MOST_SPLITS))
     tiles = -(-rows // block_m)
     window_rows = max(SPLIT_ROWS, 64 * -(-window * tiles // (64 * MOST_SPLITS)))
@@ -78,7 +78,7 @@ def tiling(
     longest = max(block_size if width else 0, min(window, window_rows))
     large = wide or rank > 64 or block_m * dim > 2048
     tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if large else 32)
-    heavy = wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 or (dim > 64 and (rank > 0 or uneven))
+    heavy = wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 or (block_m * dim >= 2048 and (rank > 0 or uneven))
     num_stages = 1 if wide or dim > 128 else 2
     return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, 8 if heavy else 4, num_stages)
 
