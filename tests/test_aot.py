@@ -1,6 +1,7 @@
 """Kernels compile for GPUs that are not there, and the bench that compiles them sees what is wrong."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -59,13 +60,23 @@ def test_a_good_kernel_has_nothing_wrong(bad, target, matrix):
 def test_kernels_of_a_decode_step_compile_for_both_makers(tmp_path):
     file = tmp_path / "aot.json"
     ops = "route_blocks,decode_attention,merge_states"
-    arguments = ("--ops", ops, "--targets", "sm_90,gfx942", "--quick", "--geometries", "1", "--json", str(file))
-    done = run("bench.aot", *arguments)
+    arguments = ("--ops", ops, "--targets", "sm_90,gfx942", "--quick", "--geometries", "1", "--every")
+    done = run("bench.aot", *arguments, "--json", str(file))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     rows = json.loads(file.read_text())
     assert {row["target"] for row in rows} == {"sm_90", "gfx942"}
     assert all(row["decode"] or row["kernel"].startswith("_merge") for row in rows)
     assert any(row["matrix"] for row in rows) and not any(row["spills"] for row in rows)
+
+
+def test_settings_meet_in_pairs():
+    axes = {"a": (1, 2, 3), "b": (4, 5), "c": (6, 7), "d": (8, 9)}
+    code = "import json, sys; sys.path.append({!r}); from bench.aot import pairs; print(json.dumps(list(pairs({!r}))))"
+    done = subprocess.run([sys.executable, "-P", "-c", code.format(str(ROOT), axes)], capture_output=True, text=True)
+    settings = json.loads(done.stdout)
+    assert settings[0] == {"a": 1, "b": 4, "c": 6, "d": 8} and len(settings) <= 8
+    for one, two in itertools.combinations(axes, 2):
+        assert {(each[one], each[two]) for each in settings} == set(itertools.product(axes[one], axes[two]))
 
 
 def test_unknown_targets_are_refused(tmp_path):

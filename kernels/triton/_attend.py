@@ -13,6 +13,7 @@ from ._rows import (
     code_queries,
     device,
     dot,
+    dot_rows,
     is_kept,
     load_codes,
     load_columns,
@@ -29,6 +30,14 @@ from ._rows import (
 )
 
 GROUP = tl.constexpr(RESIDUAL_GROUP)
+
+
+@device
+def _held(q, peak, DOT: tl.constexpr):
+    """``q``, of which the compiler thinks that ``peak`` may change it: else registers hold it for all tiles at once."""
+    if tl.float32 == DOT and q.shape[1] > 64:
+        q = tl.where((peak == -NONE)[:, None], 0.0, q)  # such a row is NaN already
+    return q
 
 
 @device
@@ -57,7 +66,7 @@ def _lowrank_rows(
         logits = tl.broadcast_to(anchor[:, None], [BLOCK_M, TILE])
         if RANK:
             factors = load_u(u + place * (BLOCK_SIZE * RANK), rows, live, RANK, RANKS)
-            products = dot(query, tl.trans(factors), DOT)
+            products = dot(_held(query, peak, DOT), tl.trans(factors), DOT)
             if SCALED:
                 step = tl.load(u_scale + place * BLOCK_SIZE + rows, mask=live, other=0.0).to(tl.float32)
                 products *= step[None, :]
@@ -72,13 +81,11 @@ def _lowrank_rows(
             sums = sums * keep[:, None] + dot(weight, factors, DOT)
     acc += mass[:, None] * anchor_v[None, :]
     if RANK:
-        rank, column = tl.arange(0, RANKS), tl.arange(0, WIDTH_V)
+        rank = tl.arange(0, RANKS)
         gain = unit / tl.load(v_gain + place)
         if SCALED:
             sums *= tl.load(basis_v_scale + place * RANK + rank, mask=rank < RANK, other=0.0)[None, :]
-        inside = (rank < RANK)[:, None] & (column < DIM_V)[None, :]
-        basis = tl.load(basis_v + head * (RANK * DIM_V) + rank[:, None] * DIM_V + column[None, :], mask=inside, other=0)
-        acc += dot(sums * gain, basis, DOT)
+        acc += dot_rows(sums * gain, basis_v + head * (RANK * DIM_V), 0, RANK, DIM_V, WIDTH_V, DOT)
     return peak, total, acc
 
 
@@ -135,7 +142,8 @@ def _plain_rows(
         live = max_of(seen.to(tl.int32), 0) > 0
     wide = rows.to(tl.int64)
     keys = load_columns(k + wide * k_row, live, k_column, DIM, WIDTH)
-    logits = tl.where(seen, capped(dot(q, tl.trans(keys), DOT), softcap, SOFTCAP), NONE)
+    logits = dot(_held(q, peak, DOT), tl.trans(keys), DOT)
+    logits = tl.where(seen, capped(logits, softcap, SOFTCAP), NONE)
     peak, total, keep, weight = softmax_step(peak, total, logits)
     values = load_columns(v + wide * v_row, live, v_column, DIM_V, WIDTH_V)
     return peak, total, acc * keep[:, None] + dot(weight, values, DOT)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._cast import saturated, widened
 from ._launch import launch, power_of_two
-from ._wide import differences, exact_power, head_of, rounded_half, signed_codes, unit_exponent
+from ._wide import differences, exact_power, head_of, long, rounded_half, signed_codes, unit_exponent
 
 NORM_FLOOR = tl.constexpr(1e-5)
 ENERGY_FLOOR = tl.constexpr(1e-12)
@@ -104,6 +104,7 @@ def _joint_rows(
     column = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
     head = tl.program_id(1).to(tl.int64)
     n, row, there = line // S, line % S, line < lines
+    H = long(H)
     norm = tl.maximum(tl.sqrt(tl.load(square + line, mask=there, other=0.0)), NORM_FLOOR)
     anchor = head_of(k, first + n, head, N, S, k_stride_b, k_stride_h, k_stride_t)
     for start in range(0, D, BLOCK_D):
@@ -156,6 +157,7 @@ def _store_basis(
     """Bases ``[n, H, r, dim]`` of rows ``projected [n, r, W]``, and the lengths of these rows."""
     line = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     channel = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    H, D, DV = long(H), long(D), long(DV)
     there = line < lines
     rows = projected + line * W + channel
     seen_k, seen_v = there & (channel < D), there & (channel < DV)

@@ -165,7 +165,7 @@ def _code_rows(
     levels = tl.maximum((1 << bits) - 1, 1).to(tl.float64)
     # what each trial would store, [T, C]
     trial = tl.arange(0, BLOCK_T)[:, None]
-    part = tl.load(clips + bits * BLOCK_T + trial)
+    part = tl.load(clips + bits.to(tl.int64) * BLOCK_T + trial)
     trial_scale = rounded_half(part * (most - least) / levels)
     trial_low = rounded_half((least + most) / 2 - part * (most - least) / 2)
     chosen = tl.zeros((1, BLOCK_C), tl.int32)
@@ -218,7 +218,7 @@ def _pack(
         left -= length
     total = tl.zeros((BLOCK_R, BLOCK_Y), tl.int32)
     for lane in range(LANES):
-        channel = place + lane * stride
+        channel = place + lane * stride.to(tl.int64)
         used = (line < lines) & (lane * part < 8) & (channel < size)
         code = tl.load(codes + line * D + start + channel, mask=used, other=0).to(tl.int32)
         field = (code >> lowest) & ((1 << part) - 1)

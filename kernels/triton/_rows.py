@@ -21,6 +21,8 @@ from ._launch import INTERPRETED
 
 ON_CPU = tl.constexpr(INTERPRETED)
 NONE = tl.constexpr(-math.inf)  # the logit of a row that is not there
+DEPTH = tl.constexpr(16)  # of a dot of float32 outside of matrix units, whose threads hold whole rows and columns
+LOADED = tl.constexpr(32)  # rows or columns of a basis that are held at a time in float32
 WIDEST_LOAD = 16  # bytes that one thread takes at a time
 
 
@@ -90,13 +92,43 @@ sum_of, max_of, min_of = _light(tl.sum), _light(tl.max), _light(tl.min)
 
 
 @device
+def _halves(x):
+    """Columns ``[M, K / 2]`` of ``x [M, K]``, twice."""
+    HALF: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
+
+
+@device
+def _wide_dot(a, b):
+    """``a [M, K]`` times ``b [K, N]`` in float32, some ``K`` at a time."""
+    if ON_CPU or a.shape[1] <= DEPTH:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        left, right = _halves(a), _halves(tl.trans(b))
+        return _wide_dot(left[0], tl.trans(right[0])) + _wide_dot(left[1], tl.trans(right[1]))
+
+
+@device
+def _code_dot(a, b):
+    """``a [M, K]`` float32, as three numbers of 8 bits, times ``b [K, N]`` bfloat16."""
+    high = a.to(tl.bfloat16)
+    rest = a - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b)))
+
+
+@device
 def dot(a, b, DOT: tl.constexpr):
     """``a [M, K]`` float32 times ``b [K, N]``, which is exact in ``DOT``; float32.
 
-    In 16 bits ``a`` goes in as two numbers, so that its rounding stays near float32's.
+    In 16 bits ``a`` goes in as two numbers, so that its rounding stays near float32's; where ``DOT`` is float32 and
+    ``b`` are codes, which bfloat16 holds, as three, which are all of it.
     """
     if tl.float32 == DOT:
-        return tl.dot(a, b.to(tl.float32), input_precision="ieee")
+        if ON_CPU or not b.dtype.is_int():
+            return _wide_dot(a, b.to(tl.float32))
+        return _code_dot(a, b.to(tl.bfloat16))
     else:
         b = b.to(DOT)
         if tl.float16 == DOT:
@@ -122,6 +154,39 @@ def rounded(x, DTYPE: tl.constexpr):
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = tl.where(x == x, even.to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
+
+
+@device
+def dot_columns(
+    a, start, FIRST: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr, DIM: tl.constexpr, DOT: tl.constexpr
+):
+    """``a [M, K]`` times columns ``FIRST ...`` of a stored ``[ROWS, DIM]`` that is turned, ``[M, HEIGHT]``."""
+    if tl.float32 == DOT and a.shape[1] > LOADED and not ON_CPU:
+        HALF: tl.constexpr = a.shape[1] // 2
+        one, two = _halves(a)
+        result = dot_columns(one, start, FIRST, ROWS, HEIGHT, DIM, DOT)
+        return result + dot_columns(two, start, FIRST + HALF, ROWS, HEIGHT, DIM, DOT)
+    else:
+        row, column = tl.arange(0, HEIGHT), FIRST + tl.arange(0, a.shape[1])
+        inside = (row < ROWS)[:, None] & (column < DIM)[None, :]
+        b = tl.load(start + row[:, None] * DIM + column[None, :], mask=inside, other=0)
+        return dot(a, tl.trans(b), DOT)
+
+
+@device
+def dot_rows(
+    a, start, FIRST: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
+):
+    """``a [M, K]`` times rows ``FIRST ...`` of a stored ``[ROWS, DIM]``, ``[M, WIDTH]``."""
+    if tl.float32 == DOT and a.shape[1] > LOADED and not ON_CPU:
+        HALF: tl.constexpr = a.shape[1] // 2
+        one, two = _halves(a)
+        result = dot_rows(one, start, FIRST, ROWS, DIM, WIDTH, DOT)
+        return result + dot_rows(two, start, FIRST + HALF, ROWS, DIM, WIDTH, DOT)
+    else:
+        row, column = FIRST + tl.arange(0, a.shape[1]), tl.arange(0, WIDTH)
+        inside = (row < ROWS)[:, None] & (column < DIM)[None, :]
+        return dot(a, tl.load(start + row[:, None] * DIM + column[None, :], mask=inside, other=0), DOT)
 
 
 @device
@@ -255,7 +320,7 @@ def load_codes(
                 byte, shift, mask, left = _mixed_part(byte, shift, mask, left, plane, BITS >> (48 * run + 16), WIDTH)
             byte = tl.max_contiguous(tl.multiple_of(byte, VECTOR), VECTOR)
             field = tl.load(row + byte[None, :], mask=keep, other=0).to(tl.int32)
-            codes |= ((field >> shift[None, :]) & mask[None, :]) << left[None, :]
+            codes |= ((field << 8) >> (8 + shift - left)[None, :]) & (mask << left)[None, :]
     return codes
 
 
@@ -286,10 +351,8 @@ def rank_queries(
     DOT: tl.constexpr,
 ):
     """``q [M, WIDTH]`` in the rank space of a block, ``[M, RANKS]``; ``basis`` points to ``[RANK, DIM]``."""
-    rank, column = tl.arange(0, RANKS), tl.arange(0, WIDTH)
-    inside = (rank < RANK)[:, None] & (column < DIM)[None, :]
-    rows = tl.load(basis + rank[:, None] * DIM + column[None, :], mask=inside, other=0)
-    result = dot(q, tl.trans(rows), DOT) * unit
+    rank = tl.arange(0, RANKS)
+    result = dot_columns(q, basis, 0, RANK, RANKS, DIM, DOT) * unit
     if SCALED:
         result *= tl.load(basis_scale + rank, mask=rank < RANK, other=0.0)[None, :]
     return result

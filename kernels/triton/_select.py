@@ -138,7 +138,7 @@ def _row_sums_kernel(scores, counts, peaks, masses, total, rows, per, ROWS: tl.c
     """Peak and sum of weights of each row of ``scores [P, rows, N]``."""
     tiles = (rows + ROWS - 1) // ROWS
     problem = (tl.program_id(0) // tiles).to(tl.int64)
-    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     count = total if counts is None else tl.minimum(tl.load(counts + problem // per).to(tl.int32), total)
     base = scores + (problem * rows + row)[:, None] * total
     peak = tl.full([ROWS], NONE, tl.float32)
@@ -174,7 +174,7 @@ def _mean_share_kernel(
     """Largest share of the ``maxed`` heads, the mean over queries: ``shares [P, N]``."""
     tiles = (total + BLOCK - 1) // BLOCK
     problem = (tl.program_id(0) // tiles).to(tl.int64)
-    slots = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    slots = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     number = meaned if rows is None else tl.load(rows + problem)
     lane = tl.arange(0, HEADS * QUERIES)
     share = tl.full([BLOCK], 0.0, tl.float32)

@@ -13,6 +13,12 @@ EIGHTH_COUNT = tl.constexpr(EIGHTHS)
 
 
 @triton.jit
+def long(x):
+    """A whole number in 64 bits, a constant too."""
+    return tl.full([], 0, tl.int64) + x
+
+
+@triton.jit
 def head_of(x, block, head, N, S, stride_b, stride_h, stride_t):
     """Where the first row of a block's head lies in ``x [B, H, N * S, dim]``."""
     return x + (block // N) * stride_b + head * stride_h + (block % N) * S * stride_t

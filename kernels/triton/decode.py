@@ -58,15 +58,17 @@ class Tiling:
 
 
 def tiling(
-    rows: int, head_dim: int, head_dim_v: int, block_size: int, rank: int, width: int, window: int, wide: bool
-) -> Tiling:
+    rows: int, head_dim: int, head_dim_v: int, block_size: int, rank: int, width: int, window: int, wide: bool,
+    uneven: bool,
+) -> Tiling:  # fmt: skip
     """Cut ``rows`` of queries of one kv head over ``width`` slots and ``window`` exact rows.
 
     ``rank`` is that of rows which are attended, 0 where all are residuals; ``wide`` where numbers are multiplied in
-    float32. Where nothing else is attended there is a split of the window without rows, so that every call has a state.
+    float32, ``uneven`` where the channels of keys have several widths. Where nothing
+    else is attended there is a split of the window without rows, so that every call has a state.
     """
     dim = power_of_two(max(head_dim, head_dim_v), 16)
-    block_m = min(power_of_two(rows, 16), max(16, 4096 // dim), 64)
+    block_m = min(power_of_two(rows, 16), max(16, (2048 if wide or rank else 4096) // max(dim, power_of_two(rank))), 64)
     slots = max(1, SPLIT_ROWS // max(block_size, 1), -(-width // MOST_SPLITS))
     tiles = -(-rows // block_m)
     window_rows = max(SPLIT_ROWS, 64 * -(-window * tiles // (64 * MOST_SPLITS)))
@@ -74,9 +76,11 @@ def tiling(
     if slot_splits + window_splits == 0:
         window_splits = 1
     longest = max(block_size if width else 0, min(window, window_rows))
-    tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if wide or rank > 64 else 32)
-    num_warps = 8 if wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 else 4
-    return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, num_warps, 2)
+    large = wide or rank > 64 or block_m * dim > 2048
+    tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if large else 32)
+    heavy = wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 or (block_m * dim >= 2048 and (rank > 0 or uneven))
+    num_stages = 1 if wide or dim > 128 else 2
+    return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, 8 if heavy else 4, num_stages)
 
 
 def workspace_size(
@@ -185,8 +189,10 @@ def _tiling(
     block_size = blocks.block_size if blocks is not None else 1
     rank = 0 if blocks is None or blocks.format.keeps_every_row else blocks.rank
     keys = 0 if k is None else k.shape[2]
-    wide = tl.float32 in _dots(blocks, k, v)
-    return tiling(rows, q.shape[3], dim_v, block_size, rank, width, max(keys, int(sink is not None)), wide)
+    rows_dot, factors_dot, window_dot = _dots(blocks, k, v)
+    wide = tl.float32 in (rows_dot, window_dot, factors_dot if rank else rows_dot)
+    uneven = blocks is not None and blocks.format.orders_channels
+    return tiling(rows, q.shape[3], dim_v, block_size, rank, width, max(keys, int(sink is not None)), wide, uneven)
 
 
 def _dots(blocks: CompressedBlocks | None, k: Tensor | None, v: Tensor | None) -> list[tl.dtype]:

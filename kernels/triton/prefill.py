@@ -161,7 +161,7 @@ def _distinct_kernel(
     """Each index that names a block the queries can see, once and close together, and how many there are."""
     problem = tl.program_id(0).to(tl.int64)
     _, _, count = _reach((problem % query_blocks).to(tl.int32), queries, keys, PREFILL, SIZE)
-    found = 0
+    found = tl.full([], 0, tl.int64)
     for start in range(0, width, TILE):
         place = start + tl.arange(0, TILE)
         at = indices + problem * width + place

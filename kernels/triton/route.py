@@ -67,12 +67,13 @@ def config(
     ``stored`` where residual rows are read, ``wide`` where float32 is multiplied.
     """
     width = power_of_two(head_dim, 16)
-    tall = min(power_of_two(rows, 16), 64 if width <= 128 else 32)
-    tile = min(power_of_two(block_size, 16), 64 if stored or wide or tall * width > 2048 else 128)
+    tall = min(power_of_two(rows, 16), 16 if wide else 64 if width <= 128 else 16 if stored else 32)
+    most = 128 if width <= 128 else 16 if wide else 32  # rows that registers hold of so many channels
+    tile = min(power_of_two(block_size, 16), most, 64 if stored or wide or tall * width > 2048 else 128)
     programs = max(1, batch * total * triton.cdiv(rows, tall))
     splits = min(heads, triton.cdiv(PROGRAMS, programs))
     warps = 8 if tall * width > 4096 or wide else 4
-    return RouteConfig(tall, tile, triton.cdiv(heads, splits), min(64, power_of_two(total, 16)), warps, 2)
+    return RouteConfig(tall, tile, triton.cdiv(heads, splits), min(64, most, power_of_two(total, 16)), warps, 2)
 
 
 @device
