@@ -291,7 +291,7 @@ def test_arguments_that_do_not_fit_one_another_are_refused():
 
 @on_torch_backends
 def test_m07_d05_out_may_be_an_input_and_nothing_beside_it_is_written(backend):
-    """vllm#468, FlagGems#5235, flash-attention#2670: an output was read as an input again, or its strides were wrong."""
+    """vllm#468, FlagGems#5235, flash-attention#2670: an output was read as an input again, or flat."""
     inputs = testing.to_library(testing.make_inputs(4, head_dim=16, head_dim_v=16, config=FORMATS["coded"]), "torch")
     rows = (inputs.blocks, inputs.k_window, inputs.v_window)
     want = dkv.decode_attention(inputs.q, *rows, backend=backend)
