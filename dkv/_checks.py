@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 from dkv.config import DKVConfig
-from dkv.types import CompressedBlocks
+from dkv.types import BlockFormat, CompressedBlocks, code_bytes
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -85,6 +86,19 @@ def check_config(config: Any, plain: bool = False) -> None:
 def check_blocks(blocks: Any) -> None:
     if not isinstance(blocks, CompressedBlocks):
         raise TypeError(f"blocks must be CompressedBlocks, got {type(blocks).__qualname__}")
+    fmt = blocks.format
+    wanted = (fmt.block_size, fmt.num_residuals, *_row_widths(fmt, blocks.head_dim, blocks.head_dim_v))
+    k, v = blocks.residual_k.shape, blocks.residual_v.shape
+    given = (blocks.u.shape[2], k[3], k[4], v[4])
+    if given != wanted:  # kernels that walk memory by the format would leave the parts
+        raise ValueError(f"blocks must fit their format: {wanted} tokens, kept rows and widths of rows, got {given}")
+
+
+@functools.lru_cache(maxsize=256)
+def _row_widths(fmt: BlockFormat, dim: int, dim_v: int) -> tuple[int, int]:
+    if fmt.exact_rows:
+        return dim, dim_v
+    return code_bytes(fmt.key_segments(dim)), code_bytes(fmt.value_segments(dim_v))
 
 
 def check_heads(q: Any, num_kv_heads: int) -> None:

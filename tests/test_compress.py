@@ -282,3 +282,13 @@ def test_empty_batches_and_no_blocks(backend: str) -> None:
                 assert part.shape == want.shape and part.dtype == want.dtype, name
             k, v = call(backend, "reconstruct_blocks", blocks)
             assert k.shape == made.k.shape and v.shape == made.v.shape
+
+
+@pytest.mark.parametrize("keep", ["distinct", "error"])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_ties_go_to_the_lowest_channel_and_token(backend: str, keep: str) -> None:
+    x = np.tile(np.array([0, 1], np.float32).repeat([1, 8])[:, None], (1, 1, 1, 24))
+    ordered = compress_numpy(backend, x, x, BlockFormat(9, 0, 8, key_bits=(8, 8, 8, 8, 4, 4, 4, 4)))
+    assert ordered.residual_k_order.ravel().tolist() == list(range(24))
+    kept = compress_numpy(backend, x, x, BlockFormat(9, 0, 3), keep=keep)
+    assert kept.residual_indices.ravel().tolist() == [1, 2, 3]

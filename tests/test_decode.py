@@ -297,3 +297,14 @@ def test_random_generators_are_left_alone(backend: str) -> None:
     assert states[0] == np.random.get_state()[1].tobytes()  # noqa: NPY002
     if library(backend) == "torch":
         assert states[1] == torch.get_rng_state().numpy().tobytes()
+
+
+@pytest.mark.parametrize("fmt", [EVERY_ROW, SOME_ROWS])
+@pytest.mark.parametrize("op", ["lowrank_attention", "residual_attention"])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_indices_that_32_bits_would_wrap_name_no_block(backend: str, op: str, fmt: BlockFormat) -> None:
+    made = testing.make_inputs(18, config=fmt)
+    wide = np.array([2, 2**32 + 1, -(2**63), 2**32, 2**63 - 1])
+    got = call(backend, op, made.q, made.blocks, np.tile(wide, (2, 2, 1)))
+    want = call(backend, op, made.q, made.blocks, np.full((2, 2, 1), 2, np.int32))
+    close(got, want, 2e-6)

@@ -224,3 +224,95 @@ def test_m12_parts_are_not_rounded_before_the_merge(backend: str, dtype: str) ->
     options = {"block_indices": every_block(made.blocks)}
     split = error(call(backend, "decode_attention", made.q, made.blocks, made.k_window, made.v_window, **options))
     assert split <= 1.1 * whole
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_d03_d10_d11_lengths_around_every_cut_of_the_work(backend: str) -> None:
+    """vllm#47188, rocMLIR#2371, pegainfer#21, torchtitan#3235, sgl-kernel-xpu#487: idle splits, NaN."""
+    rng, lengths = np.random.default_rng(6), [0, 1, 3, 100, 255, 256, 257, 511, 512, 513, 600]
+    q = rng.standard_normal((len(lengths), 4, 1, 8)).astype(np.float32)
+    k, v = (rng.standard_normal((len(lengths), 2, 600, dim)).astype(np.float32) for dim in (8, 5))
+    state = call(backend, "exact_attention", q, k, v, seq_lens=np.array(lengths, np.int32))
+    assert not state.out[0].any() and np.isneginf(state.lse[0]).all()
+    for b, length in enumerate(lengths[1:], 1):
+        out, lse = dense64(q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length])
+        np.testing.assert_allclose(state.out[b], out[0], atol=1e-5)
+        np.testing.assert_allclose(state.lse[b], lse[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_d14_every_number_of_a_result_is_written(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sglang#19902: the kernel wrote packed rows alone, and the wrapper returned others too."""
+    torch = pytest.importorskip("torch")
+    empty = torch.empty
+
+    def full_of_nan(*shape: Any, **options: Any) -> Any:
+        made = empty(*shape, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    inputs = testing.make_inputs(7, batch=3, num_blocks=4, window=300, q_len=2, library="torch")
+    options = {"seq_lens": torch.tensor([0, 1, 300])}
+    blocks = dataclasses.replace(inputs.blocks, block_counts=torch.tensor([0, 1, 4], dtype=torch.int32))
+    rows = inputs.k_window, inputs.v_window
+    monkeypatch.setattr(torch, "empty", full_of_nan)
+    for state in (
+        dkv.exact_attention(inputs.q, *rows, **options, backend=backend),
+        dkv.decode_attention(inputs.q, blocks, *rows, **options, backend=backend),
+        dkv.prefill_attention(inputs.q, *rows, backend=backend),
+    ):
+        assert not state.out.isnan().any() and not state.lse.isnan().any()
+
+
+@pytest.mark.parametrize("cache", ["float16", "bfloat16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_t05_queries_blocks_and_window_of_three_dtypes(backend: str, cache: str) -> None:
+    """kvpress#27: a second call mixed dtypes, and queries and keys had to match."""
+    kinds = [
+        testing.make_inputs(8, dtype=dtype, config=BlockFormat(16, 4, 6, 16, 16), num_blocks=3, library="torch")
+        for dtype in ("bfloat16" if cache == "float16" else "float16", cache, "float32")
+    ]
+    mixed = kinds[0]._replace(blocks=kinds[1].blocks, k_window=kinds[2].k_window, v_window=kinds[0].v_window)
+    for op in ("decode_attention", "exact_attention"):
+        assert testing.assert_matches_reference(backend, op, mixed).out.dtype == mixed.q.dtype
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_t06_masking_needs_no_large_numbers(backend: str, size: float) -> None:
+    """kvpress#250: keys set to a huge vector overflowed float16, and the logits were NaN."""
+    rng = np.random.default_rng(9)
+    q, k, v = (rng.standard_normal((1, 2, rows, 8)) for rows in (1, 40, 40))
+    q *= size / np.linalg.norm(q, axis=-1, keepdims=True)
+    q, k, v = (x.astype(np.float16) for x in (q, k, v))
+    state = call(backend, "exact_attention", q, k, v, seq_lens=np.array([17], np.int32))
+    out, lse = dense64(q, k[:, :, :17], v[:, :, :17])
+    np.testing.assert_allclose(state.out.astype(np.float64), out, atol=2e-3)
+    np.testing.assert_allclose(state.lse, lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_t03_strides_times_rows_beyond_32_bits(backend: str) -> None:
+    """SageAttention#386, #387: views of a fused projection have large strides, and rows times stride overflowed."""
+    torch = pytest.importorskip("torch")
+    made = testing.make_inputs(10, batch=1, num_q_heads=2, window=3, q_len=3, dtype="float16", library="torch")
+    parts, buffer = (made.q, made.k_window, made.v_window), torch.empty(2**31 + 256, dtype=torch.float16)
+    views = []
+    for part in parts:  # only pages that are touched take memory
+        heads, rows, dim = part.shape[1:]
+        view = buffer.as_strided((1, heads, rows, dim), (0, dim, 2**30, 1), sum(x[0, :, 0].numel() for x in views))
+        views.append(view.copy_(part))
+    for op in (dkv.exact_attention, dkv.prefill_attention):
+        got, want = op(*views, backend=backend), op(*parts, backend=backend)
+        assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_t08_counts_beyond_16_bits(backend: str) -> None:
+    """intel-xpu-backend-for-triton#2058, triton#11531: sums of small integers overflowed in the interpreter."""
+    k, v = np.zeros((1, 1, 70000, 2), np.float32), np.ones((1, 1, 70000, 1), np.float32)
+    state = call(backend, "exact_attention", np.ones((1, 1, 1, 2), np.float32), k, v)
+    np.testing.assert_allclose(state.lse, math.log(70000), rtol=1e-6)
+    score = np.arange(70000, dtype=np.float32)[None, None] % 69990
+    fn, counts = op_module(backend, "route").select_blocks, np.array([70000], np.int32)
+    chosen = testing.to_numpy(fn(*testing.to_library([score, counts], library(backend)), 4, 1, 1))
+    assert chosen.tolist() == [[[0, 69988, 69989, 69999]]]

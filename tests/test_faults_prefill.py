@@ -185,3 +185,25 @@ def test_p10_aligned_chunks_select_as_the_whole_does(backend: str) -> None:
         arrays = [np.array(x) for x in (q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop])]
         state = call(backend, "prefill_attention", *arrays, config=config)
         close(state, (whole.out[:, :, start:stop], whole.lse[:, :, start:stop]), 2e-6)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_a_key_just_after_the_last_query_moves_no_mass(backend: str) -> None:
+    """A group of keys that ends one key too late would take the mass of the head that decides."""
+    q, k = np.zeros((1, 2, 2, 2), np.float32), np.zeros((1, 1, 128, 2), np.float32)
+    q[0, 0, :, 0], q[0, 1, :, 1] = 4, 3
+    k[0, 0, 32:64, 0], k[0, 0, 64:96, 1], k[0, 0, 127, 0] = 2**0.5, 2**0.5, 3200
+    config = dkv.DKVConfig(block_size=32, prefill_block=1, prefill_top_k=3, prefill_window=0)
+    chosen = select(backend, q, k, config)
+    assert [row[row >= 0].tolist() for row in chosen[0, 0]] == [[0, 1, 3], [0, 2, 3]]
+
+
+@pytest.mark.parametrize("size", [16, 24])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_r11_a_block_listed_twice_counts_once(backend: str, size: int) -> None:
+    """vllm#56254: the contract said unique, the code kept duplicates."""
+    q, k, v = prompt(8, 60)
+    config = dkv.DKVConfig(block_size=size, prefill_block=32)
+    once, more = (np.tile(np.array(row), (1, 2, 2, 1)) for row in ([0, 1, 2], [1, 0, 1, 2, -1, 0, 2, 1]))
+    states = [call(backend, "prefill_attention", q, k, v, config=config, block_indices=x) for x in (once, more)]
+    close(*states, 1e-6)

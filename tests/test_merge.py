@@ -120,3 +120,15 @@ def test_empty_arrays_merge_to_empty_arrays(backend: str) -> None:
     state = AttentionState(np.zeros((0, 3, 1, 7), np.float32), np.zeros((0, 3, 1), np.float32))
     merged = call(backend, "merge_states", [state, state])
     assert merged.out.shape == (0, 3, 1, 7) and merged.lse.shape == (0, 3, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_a_mean_of_numbers_near_the_largest_does_not_overflow(backend: str, dtype: str) -> None:
+    kind = testing.make_inputs(0, batch=1, num_blocks=0, window=0, dtype=dtype).q.dtype
+    states = [
+        AttentionState(np.full((1, 1, 1, 3), 3e38, np.float32).astype(kind), np.full((1, 1, 1), lse, np.float32))
+        for lse in (0, 1, 0.5)
+    ]
+    merged = call(backend, "merge_states", states)
+    np.testing.assert_allclose(merged.out.astype(np.float64), states[0].out.astype(np.float64), rtol=1e-6)

@@ -266,3 +266,39 @@ def test_bad_arguments_are_refused_as_by_the_public_ops():
         torch_ops.route_blocks(inputs.q[..., :3], inputs.blocks)
     with pytest.raises(ValueError, match="backend must be one of"):
         torch_ops.merge_states([dkv.exact_attention(inputs.q, inputs.k, inputs.v)], backend="cuda")
+
+
+def test_arguments_that_do_not_fit_one_another_are_refused():
+    inputs = made()
+    parts, format = settings("reconstruct_blocks", inputs)[:2]
+    more_rows, wider = list(format), list(format)
+    more_rows[2], wider[4] = 5, 5
+    for wrong in (more_rows, wider):
+        with pytest.raises(ValueError, match="blocks must fit their format"):
+            torch.ops.dkv.reconstruct_blocks(parts, wrong, None)
+    with pytest.raises(ValueError, match="blocks must hold anchor_k and anchor_v"):
+        torch.ops.dkv.reconstruct_blocks([None] * len(parts), format, None)
+    with pytest.raises(ValueError, match="at least one AttentionState"):
+        torch.ops.dkv.merge_states([], [], None)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(ValueError, match="blocks must hold anchor_k and anchor_v"):
+            torch.ops.dkv.reconstruct_blocks(parts[:1], format, None)
+        with pytest.raises(ValueError, match="at least one AttentionState"):
+            torch.ops.dkv.merge_states([], [], None)
+
+
+@on_torch_backends
+def test_m07_d05_out_may_be_an_input_and_nothing_beside_it_is_written(backend):
+    """vllm#468, FlagGems#5235, flash-attention#2670: an output was read as an input again, or flat."""
+    inputs = testing.to_library(testing.make_inputs(4, head_dim=16, head_dim_v=16, config=FORMATS["coded"]), "torch")
+    rows = (inputs.blocks, inputs.k_window, inputs.v_window)
+    want = dkv.decode_attention(inputs.q, *rows, backend=backend)
+    batch, heads, length, dim = want.out.shape
+    buffer = torch.full((batch, length, heads, dim + 6), torch.nan)  # [B, Sq, Hq, D] and guards
+    view = buffer[..., 3:-3].transpose(1, 2).copy_(inputs.q)
+    lse = torch.empty_like(want.lse)
+    torch_ops.decode_attention_out(view, *rows, out=view, lse=lse, backend=backend)
+    torch.testing.assert_close((view, lse), tuple(want))
+    assert buffer[..., :3].isnan().all() and buffer[..., -3:].isnan().all()

@@ -129,3 +129,52 @@ def test_rows_of_windows_and_lengths_may_lie_apart() -> None:
     blocks = dataclasses.replace(blocks, block_counts=counts[::2].clone())
     dense = lengths[::2].clone(), 7, None, sink[::2].clone(), 0.2
     assert same(got, decode.decode_attention(inputs.q, blocks, *window, indices, *dense))
+
+
+def test_lengths_beyond_the_window_read_nothing_behind_it() -> None:
+    """Lengths on a device are not checked: they count for positions, and memory ends where the window does."""
+    import torch
+
+    from dkv.kernels.torch import decode as other
+    from dkv.kernels.triton import decode
+
+    inputs = testing.make_inputs(23, q_len=2, library="torch")
+    rows, views = (inputs.k_window, inputs.v_window), []
+    for part in rows:
+        buffer = torch.full((*part.shape[:2], 80, part.shape[3]), torch.nan)
+        buffer[:, :, : part.shape[2]] = part
+        views.append(buffer[:, :, : part.shape[2]])
+    lengths = torch.tensor([14, 70])
+    for causal, window in ((True, None), (False, None), (True, 60)):
+        settings = causal, lengths, window, None, None, 0.2
+        got = decode.exact_attention(inputs.q, *views, *settings)
+        want = other.exact_attention(inputs.q, *rows, *settings)
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+def test_threads_do_not_disturb_one_another() -> None:
+    import sys
+    import threading
+
+    inputs, indices = made(SOME_ROWS)
+    others, other_indices = made(EVERY_ROW, batch=2, num_blocks=2)
+    calls, wrong = [(inputs, indices), (others, other_indices)], []
+    wants = [run(*call) for call in calls]
+
+    def again(order: int) -> None:
+        for index in (order, 1 - order) * 3:
+            if not same(run(*calls[index]), wants[index]):
+                wrong.append(index)
+        wrong.append(None)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=again, args=(order,)) for order in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == [None, None]  # both came to their end

@@ -56,7 +56,15 @@ def unpack_blocks(parts: Parts, format: Sequence[int]) -> CompressedBlocks:
     """The inverse of :func:`pack_blocks` and :func:`pack_format`."""
     if len(parts) != len(PARTS):
         raise ValueError(f"blocks must hold {len(PARTS)} parts, as pack_blocks gives them, got {len(parts)}")
+    _anchors(parts)
     return CompressedBlocks(unpack_format(format), *parts)
+
+
+def _anchors(parts: Parts) -> tuple[Tensor, Tensor]:
+    anchor_k, anchor_v = (parts[_PART[name]] if len(parts) == len(PARTS) else None for name in ("anchor_k", "anchor_v"))
+    if anchor_k is None or anchor_v is None:
+        raise ValueError("blocks must hold anchor_k and anchor_v")
+    return anchor_k, anchor_v
 
 
 def stored_parts(fmt: BlockFormat, rank: int) -> list[str]:
@@ -90,9 +98,7 @@ def _fake_state(q: Tensor, dim_v: int) -> State:
 
 
 def _fake_query(q: Tensor, blocks: Parts, block_indices: Tensor | None = None) -> State:
-    anchor_k, anchor_v = blocks[_PART["anchor_k"]], blocks[_PART["anchor_v"]]
-    if anchor_k is None or anchor_v is None:
-        raise ValueError("blocks must hold anchor_k and anchor_v")
+    anchor_k, anchor_v = _anchors(blocks)
     check.check_array("q", q, "B Hq Sq D", B=anchor_k.shape[0], D=anchor_k.shape[3])
     check.check_float("q", q)
     check.check_heads(q, anchor_k.shape[2])
@@ -188,9 +194,7 @@ def _reconstruct_blocks(blocks: Parts, format: Sequence[int], backend: str | Non
 
 
 def _fake_reconstruct_blocks(blocks: Parts, format: Sequence[int], backend: str | None = None) -> State:
-    anchor_k, anchor_v = blocks[_PART["anchor_k"]], blocks[_PART["anchor_v"]]
-    if anchor_k is None or anchor_v is None:
-        raise ValueError("blocks must hold anchor_k and anchor_v")
+    anchor_k, anchor_v = _anchors(blocks)
     batch, count, heads, dim = anchor_k.shape
     rows = count * unpack_format(format).block_size
     return anchor_k.new_empty((batch, heads, rows, dim)), anchor_v.new_empty((batch, heads, rows, anchor_v.shape[3]))
@@ -360,6 +364,8 @@ def _merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], backend: str |
 
 
 def _fake_merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], backend: str | None = None) -> State:
+    if not outs:
+        raise ValueError("states must hold at least one AttentionState, got none")
     return _fake_state(outs[0], outs[0].shape[3])
 
 

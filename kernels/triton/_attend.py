@@ -183,12 +183,12 @@ def attend(
         if BLOCKS:
             others = tl.arange(0, SLOTS_WIDTH)
             chosen = block_indices + (sequence * HEADS + head) * width
-            every = tl.load(chosen + others, mask=others < width, other=-1).to(tl.int32)
+            every = tl.load(chosen + others, mask=others < width, other=-1)
             count = num_blocks
             if block_counts is not None:
                 count = tl.minimum(tl.load(block_counts + sequence).to(tl.int32), num_blocks)
             for slot in range(split * slots, tl.minimum(split * slots + slots, width)):
-                block = tl.load(chosen + slot).to(tl.int32)
+                block = tl.load(chosen + slot)  # int64 may hold what int32 would wrap
                 again = sum_of(((every == block) & (others < slot)).to(tl.int32), 0)
                 if (block >= 0) & (block < count) & (again == 0):
                     place = sequence * num_blocks + block
@@ -235,10 +235,10 @@ def attend(
         latest = end - 1 + tl.full([BLOCK_M], 0, tl.int32)
         if CAUSAL:
             latest = tl.minimum(position, latest)
-        earliest = tl.full([BLOCK_M], 0, tl.int32)
+        earliest = tl.full([BLOCK_M], 0, tl.int32) + first_row  # a tile may begin before
         if WINDOWED:
             earliest = tl.maximum(position - window + 1, earliest)
-        stop = tl.minimum(max_of(tl.where(alive, latest, -1), 0) + 1, first_row + window_rows)
+        stop = tl.minimum(max_of(tl.where(alive, latest, -1), 0) + 1, tl.minimum(first_row + window_rows, keys))
         begin = tl.maximum(min_of(tl.where(alive, earliest, end), 0), first_row)
         if k_window is not None:
             keys_here = k_window + sequence * k_batch + head * k_head

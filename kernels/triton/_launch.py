@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 # read where triton reads it: when kernels are decorated
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
+_alone = threading.Lock() if INTERPRETED else contextlib.nullcontext()  # the interpreter has one grid for all threads
 # takes (kernel, grid, arguments, options) instead of running it: the compile and traffic benches count launches so
 recorder: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None] | None = None
 
@@ -40,7 +43,7 @@ def launch(
                     "CPU set TRITON_INTERPRET=1 before Python starts"
                 )
     device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+    with _alone, torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
         kernel[grid](*arguments, **options)
 
 

@@ -69,9 +69,12 @@ def _merge(
         one = tl.load(lses + part * pitch + row, mask=live, other=NONE)
         weight = tl.exp(tl.where(one == -NONE, NONE, one) - base)
         total += weight
+    whole = tl.where(total == 0, 1.0, total)
+    for part in range(count):
+        one = tl.load(lses + part * pitch + row, mask=live, other=NONE)
+        weight = tl.exp(tl.where(one == -NONE, NONE, one) - base) / whole  # at most 1: no sum overflows
         taken = inside & (weight != 0)[:, None]
         x = tl.load(outs + part * pitch * DIM + place, mask=taken, other=0.0).to(tl.float32)
         joined += tl.where(taken, weight[:, None] * x, 0.0)
-    joined = joined / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + place, rounded(joined, out.dtype.element_ty), mask=inside)
-    tl.store(lse + row, tl.where(total == 0, NONE, base + tl.log(tl.where(total == 0, 1.0, total))), mask=live)
+    tl.store(lse + row, tl.where(total == 0, NONE, base + tl.log(whole)), mask=live)
