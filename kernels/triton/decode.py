@@ -8,6 +8,7 @@ the work is cut follows from one sequence's shapes alone, so a result does not d
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -78,7 +79,8 @@ def tiling(
     longest = max(block_size if width else 0, min(window, window_rows))
     large = wide or rank > 64 or block_m * dim > 2048
     tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if large else 32)
-    heavy = wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 or (block_m * dim >= 2048 and (rank > 0 or uneven))
+    full = block_m * dim >= 2048 and (rank > 0 or uneven)
+    heavy = wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 or full
     num_stages = 1 if wide or dim > 128 else 2
     return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, 8 if heavy else 4, num_stages)
 
@@ -177,9 +179,9 @@ def decode_attention(
 def _tiling(
     q: Tensor,
     blocks: CompressedBlocks | None,
-    block_indices: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
+    block_indices: Any,
+    k: Any,
+    v: Any,
     sink: Tensor | None,
 ) -> Tiling:
     dim_v = blocks.head_dim_v if blocks is not None else v.shape[3]
@@ -195,7 +197,7 @@ def _tiling(
     return tiling(rows, q.shape[3], dim_v, block_size, rank, width, max(keys, int(sink is not None)), wide, uneven)
 
 
-def _dots(blocks: CompressedBlocks | None, k: Tensor | None, v: Tensor | None) -> list[tl.dtype]:
+def _dots(blocks: CompressedBlocks | None, k: Any, v: Any) -> list[tl.dtype]:
     """What multiplies stored rows, factors and rows of the window."""
     rows = factors = dot_dtype() if blocks is None else dot_dtype(blocks.anchor_k, blocks.anchor_v)
     if blocks is not None and blocks.u.is_floating_point():
@@ -223,9 +225,9 @@ def _workspace(workspace: Tensor | None, q: Tensor, size: int) -> Tensor:
 def _attention(
     q: Tensor,
     blocks: CompressedBlocks | None,
-    block_indices: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
+    block_indices: Any,
+    k: Any,
+    v: Any,
     *,
     sm_scale: float,
     seq_lens: Tensor | None = None,
@@ -256,7 +258,7 @@ def _attention(
     rows = heads // heads_kv * length
     grid = (batch * heads_kv, -(-rows // plan.block_m), plan.splits)
     rows_dot, factors_dot, window_dot = _dots(blocks, k, v)
-    options = {
+    options: dict[str, Any] = {
         "DIM": dim, "DIM_V": dim_v, "WIDTH": power_of_two(dim, 16), "WIDTH_V": power_of_two(dim_v, 16),
         "HEADS": heads_kv, "GROUP_SIZE": heads // heads_kv,
         "BLOCK_M": plan.block_m, "TILE": plan.tile, "SOFTCAP": softcap is not None, "CAUSAL": causal,
@@ -287,7 +289,7 @@ _PARTS = (
 
 def _block_arguments(
     blocks: CompressedBlocks | None, block_indices: Tensor | None, lowrank: bool, residual: bool
-) -> tuple[list, dict]:
+) -> tuple[list[Any], dict[str, Any]]:
     """The kernel's arguments from the indices to the parts, and its constants of the format."""
     if blocks is None or block_indices is None:
         names = ("RANK", "RANKS", "KEPT", "KEPTS", "K_BITS", "K_PLANES", "K_VECTOR", "K_BYTES", "V_BITS", "V_PLANES")

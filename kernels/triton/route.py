@@ -334,8 +334,10 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
         )
         return scores
     codes = key_codes(blocks)
-    names = ("anchor_k", "u", "u_scale", "u_unit", "basis_k", "basis_k_scale", "residual_indices", "residual_k")
-    names += ("residual_k_scale", "residual_k_min", "residual_k_unit", "residual_k_order")
+    names = (
+        *("anchor_k", "u", "u_scale", "u_unit", "basis_k", "basis_k_scale", "residual_indices", "residual_k"),
+        *("residual_k_scale", "residual_k_min", "residual_k_unit", "residual_k_order"),
+    )
     launch(
         _score_kernel,
         (batch * total * triton.cdiv(heads_kv, tiles.heads), triton.cdiv(rows, tiles.rows)),
