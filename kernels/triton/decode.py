@@ -78,7 +78,8 @@ def tiling(
     longest = max(block_size if width else 0, min(window, window_rows))
     large = wide or rank > 64 or block_m * dim > 2048
     tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if large else 32)
-    heavy = wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 or (block_m * dim >= 2048 and (rank > 0 or uneven))
+    held = block_m * max(dim, 2 * power_of_two(rank))
+    heavy = wide or held > 2048 or (held == 2048 and (rank > 0 or uneven))
     num_stages = 1 if wide or dim > 128 else 2
     return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, 8 if heavy else 4, num_stages)
 
