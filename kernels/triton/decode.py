@@ -79,8 +79,8 @@ def tiling(
     longest = max(block_size if width else 0, min(window, window_rows))
     large = wide or rank > 64 or block_m * dim > 2048
     tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if large else 32)
-    full = block_m * dim >= 2048 and (rank > 0 or uneven)
-    heavy = wide or block_m * max(dim, 2 * power_of_two(rank)) > 2048 or full
+    held = block_m * max(dim, 2 * power_of_two(rank))
+    heavy = wide or held > 2048 or (held == 2048 and (rank > 0 or uneven))
     num_stages = 1 if wide or dim > 128 else 2
     return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, 8 if heavy else 4, num_stages)
 
@@ -243,16 +243,15 @@ def _attention(
     dim_v = blocks.head_dim_v if blocks is not None else v.shape[3]
     plan = _tiling(q, blocks, block_indices, k, v, sink)
     size = _numbers(q, dim_v, plan.splits)
-    if plan.splits > 1 or workspace is not None:
-        workspace = _workspace(workspace, q, size)
+    room = _workspace(workspace, q, size)
     shape = batch, heads, length
     if plan.splits == 1:
         out = torch.empty(*shape, dim_v, dtype=q.dtype, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     else:
         edge = size // (dim_v + 1) * dim_v
-        out = workspace[:edge].view(plan.splits, *shape, dim_v)
-        lse = workspace[edge:].view(plan.splits, *shape)
+        out = room[:edge].view(plan.splits, *shape, dim_v)
+        lse = room[edge:].view(plan.splits, *shape)
     keys = 0 if k is None else k.shape[2]
     heads_kv = blocks.num_kv_heads if blocks is not None else k.shape[1]
     rows = heads // heads_kv * length
@@ -267,7 +266,9 @@ def _attention(
     parts, formats = _block_arguments(blocks, block_indices if plan.slot_splits else None, lowrank, residual)
     none = (0, 0, 0, 0)
     launch(
-        *(attend, grid, q, *q.stride(), out, lse, batch, length, plan.slot_splits, plan.slots, *parts),
+        attend,
+        grid,
+        *(q, *q.stride(), out, lse, batch, length, plan.slot_splits, plan.slots, *parts),
         *(k if keys else None, *(k.stride() if keys else none)),
         *(v if keys else None, *(v.stride() if keys else none)),
         *(_contiguous(seq_lens), _contiguous(sink), keys, window or 0, plan.window_rows, sm_scale, softcap or 1.0),
