@@ -33,7 +33,7 @@ def unavailable_reason(backend: str) -> str | None:
     needed = "triton" if backend == "triton" else library
     if not _installed(needed):
         return f'{needed} is not installed: pip install "dkv[{backend}]"'
-    if backend == "triton" and not _interpreted() and not any(os.path.exists(path) for path in GPU_FILES):
+    if backend == "triton" and not _interpreted() and not _gpu_found():
         return "no GPU was found; set TRITON_INTERPRET=1 before Python starts to run its kernels on the CPU, slowly"
     return None
 
@@ -41,6 +41,11 @@ def unavailable_reason(backend: str) -> str | None:
 @functools.cache
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+@functools.cache
+def _gpu_found() -> bool:
+    return any(os.path.exists(path) for path in GPU_FILES)
 
 
 def _interpreted() -> bool:

@@ -100,8 +100,7 @@ def lowrank_attention(
     backend: str | None = None,
 ) -> AttentionState:
     """As :func:`dkv.lowrank_attention`."""
-    parts, fmt = pack_blocks(blocks), pack_format(blocks.format)
-    return AttentionState(*torch.ops.dkv.lowrank_attention(q, parts, fmt, block_indices, sm_scale, softcap, backend))
+    return _blocks_op(torch.ops.dkv.lowrank_attention, q, blocks, block_indices, sm_scale, softcap, backend)
 
 
 def residual_attention(
@@ -114,8 +113,12 @@ def residual_attention(
     backend: str | None = None,
 ) -> AttentionState:
     """As :func:`dkv.residual_attention`."""
+    return _blocks_op(torch.ops.dkv.residual_attention, q, blocks, block_indices, sm_scale, softcap, backend)
+
+
+def _blocks_op(op, q, blocks, block_indices, sm_scale, softcap, backend):
     parts, fmt = pack_blocks(blocks), pack_format(blocks.format)
-    return AttentionState(*torch.ops.dkv.residual_attention(q, parts, fmt, block_indices, sm_scale, softcap, backend))
+    return AttentionState(*op(q, parts, fmt, block_indices, sm_scale, softcap, backend))
 
 
 def exact_attention(
