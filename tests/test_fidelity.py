@@ -481,13 +481,19 @@ def test_bad_input(arguments, message, tiny, capsys, monkeypatch):
 
 
 def test_bad_files(tiny, tmp_path, capsys):
+    from dkv.cli.fidelity import NEEDED
+
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "short").write_text("short")
     (tmp_path / "rows.json").write_text('[{"name": "x"}]')
+    (tmp_path / "words.json").write_text(json.dumps([dict.fromkeys(NEEDED, "x")]))
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     for option, name, message in (
         ("--text", "bytes", "is not UTF-8 text"),
         ("--text", "short", "tokens of text, it has 5"),
         ("--add", "rows.json", "does not hold rows of dkv fidelity"),
+        ("--add", "words.json", "does not hold rows of dkv fidelity"),
+        ("--add", "deep.json", "is not JSON"),
     ):
         assert _dkv("--model", tiny, "--tokens", TOKENS, option, tmp_path / name) == 2
         assert message in capsys.readouterr().err

@@ -137,6 +137,14 @@ def _check_plot(path: Path | None) -> None:
         raise CliError('--plot needs matplotlib: pip install "dkv[plot]"')
 
 
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not set(NEEDED) <= set(row):
+        return False
+    unset = {name for name in ("ratio", "recall", "n") if row[name] is None}
+    kinds = {name: (str,) if name in ("name", "kind") else (int, float) for name in NEEDED if name not in unset}
+    return all(type(row[name]) in kind for name, kind in kinds.items())
+
+
 def _read_rows(path: Path | None, tokens: int, offsets: list[int]) -> list[dict[str, Any]]:
     """Rows that were measured before on the same texts."""
     if path is None:
@@ -145,9 +153,9 @@ def _read_rows(path: Path | None, tokens: int, offsets: list[int]) -> list[dict[
         rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CliError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CliError(f"{path} is not JSON") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and set(NEEDED) <= set(row) for row in rows):
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
         raise CliError(f"{path} does not hold rows of dkv fidelity")
     for row in rows:
         if (row.get("tokens"), row.get("offsets")) != (tokens, offsets):
