@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-from collections.abc import Callable, Iterable, Sequence
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -81,6 +82,11 @@ def integers(*values: int) -> mx.array:
     return mx.array(values, dtype=mx.int32)
 
 
+def float_bits(x: float) -> int:
+    """A float32 number among :func:`integers`."""
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
 def padded(x: mx.array) -> mx.array:
     """``x``, or its numbers followed by zeros, so that it never is one of the small arrays."""
     if x.size >= CONSTANT_BELOW:
@@ -92,8 +98,3 @@ def padded(x: mx.array) -> mx.array:
 def absent(dtype: mx.Dtype) -> mx.array:
     """What stands for a part that is not there; never read."""
     return mx.zeros(CONSTANT_BELOW, dtype)
-
-
-def padded_all(arrays: Iterable[mx.array]) -> list[mx.array]:
-    """:func:`padded` for each."""
-    return [padded(x) for x in arrays]
