@@ -1,8 +1,8 @@
 """Attention over compressed blocks and over exact rows, without rebuilding K or V.
 
 One kernel does all of a decode: a threadgroup takes some rows of queries of one kv head and one share of what they
-attend, either some slots of ``block_indices`` or a stretch of the recency window. A second launch merges the shares. How
-the work is cut follows from shapes alone, and what lengths and indices say is read on the device.
+attend, either some slots of ``block_indices`` or a stretch of the recency window. A second launch merges the shares.
+How the work is cut follows from shapes alone, and what lengths and indices say is read on the device.
 """
 
 from __future__ import annotations
