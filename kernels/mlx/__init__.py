@@ -1,1 +1,1 @@
-"""Metal kernels through MLX, and the same ops in plain MLX where Metal is absent."""
+"""Apple GPUs by MLX: Metal kernels, and beside them the same ops in plain mx operations (``twin``)."""
