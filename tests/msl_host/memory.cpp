@@ -2,6 +2,7 @@
 // below instead of a sanitizer's: every load and store comes here, and is compared with earlier ones of the same cell.
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "runtime.h"
 
@@ -82,7 +83,8 @@ bool ordered(const Access& earlier, bool threadgroup) {
 }
 
 const Access* race(const History& history, const Place& place, bool atomic) {
-  for (const Access* earlier : {&history.last, &history.lane, &history.simdgroup, &history.group}) {
+  const Access* all[] = {&history.last, &history.lane, &history.simdgroup, &history.group};
+  for (const Access* earlier : all) {
     bool there = earlier->when && !(place.threadgroup && earlier->group != group);
     if (there && !(atomic && earlier->atomic) && !ordered(*earlier, place.threadgroup)) return earlier;
   }
@@ -175,8 +177,7 @@ void memory_begin() {
   pending.is = false;
   watched = 0;
   if (!launch->check) return;
-  if (!threadgroup_cells) threadgroup_cells = (Cell*)malloc(4 * THREADGROUP_MEMORY * sizeof(Cell));
-  memset(threadgroup_cells, 0, 4 * THREADGROUP_MEMORY * sizeof(Cell));
+  if (!threadgroup_cells) threadgroup_cells = (Cell*)calloc(4 * THREADGROUP_MEMORY, sizeof(Cell));
   for (uint32_t i = 0; i < launch->num_buffers; i++) {
     const Buffer& buffer = launch->buffers[i];
     buffer_cells[i] = buffer.kind == INPUT ? nullptr : (Cell*)calloc(buffer.bytes / buffer.item + 1, sizeof(Cell));
@@ -197,6 +198,8 @@ void memory_end() {
     free(buffer_cells[i]);
     buffer_cells[i] = nullptr;
   }
+  for (const Placed* p = placed; p < placed + num_placed; p++)
+    memset(threadgroup_cells + p->offset, 0, p->variable->bytes * sizeof(Cell));
 }
 
 #define CALLER {nullptr, (uintptr_t)__builtin_return_address(0)}
