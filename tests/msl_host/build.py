@@ -164,7 +164,7 @@ def locate(path: Path, addresses: list[int]) -> dict[int, str]:
     output = subprocess.run(command, capture_output=True, text=True).stdout
     found = {}
     for address, part in zip(inside, re.split(r"^0x.*\n", output, flags=re.M)[1:]):
-        frames = [frame.split(" (")[0].removeprefix("./") for frame in part.splitlines()]
+        frames = [os.path.normpath(frame.split(" (")[0]) for frame in part.splitlines()]
         ours = [frame for frame in frames if is_kernel_text(frame) and not frame.endswith((":0", ":?"))]
         if ours:
             found[address] = ours[0]

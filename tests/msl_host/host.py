@@ -392,10 +392,8 @@ def describe(text: str, path: Path, kernel: str) -> tuple[str, ...]:
     places = build.locate(path, sorted({int(address, 16) for _, _, address, _ in found}))
     result = []
     for file, line, address, message in found:
-        where = places.get(int(address, 16))
-        if file and (build.is_kernel_text(file) or not where):
-            where = f"{file}:{line}"
-        result.append(f"{where or kernel + '.metal'}: {message}")
+        where = places.get(int(address, 16)) or (f"{file}:{line}" if file else f"{kernel}.metal")
+        result.append(f"{where}: {message}")
     return tuple(result)
 
 

@@ -138,7 +138,7 @@ void watch(const volatile void* address, size_t bytes, bool write, bool atomic, 
   memory_settle();
   uintptr_t offset = (uintptr_t)address - (uintptr_t)arena;
   if (!current || !bytes) return;
-  watched = caller.pc;
+  watched = caller.pc, watched_site = caller.site;
   if (offset >= SLOT * SLOTS) return;
   Place place = find_place(offset, bytes, write, caller);
   Access access = {now, group, (uint16_t)current->thread.index, atomic};
@@ -175,7 +175,7 @@ void memory_settle() {
 void memory_begin() {
   num_told = 0;
   pending.is = false;
-  watched = 0;
+  watched = 0, watched_site = nullptr;
   if (!launch->check) return;
   if (!threadgroup_cells) threadgroup_cells = (Cell*)calloc(4 * THREADGROUP_MEMORY, sizeof(Cell));
   for (uint32_t i = 0; i < launch->num_buffers; i++) {

@@ -24,6 +24,7 @@ char* arena;
 Placed placed[256];
 uint32_t num_placed;
 uintptr_t watched;
+const Site* watched_site;
 
 static Launch* results;
 static Entry entry;
@@ -213,7 +214,7 @@ static void run_group() {
   group_fence = {};
   if (variables_end && !launch->check) memset(arena, 0xff, variables_end);
   for (uint32_t i = 0; i < num_threads; i++) {
-    fibers[i].state = READY;
+    fibers[i].state = READY, fibers[i].site = nullptr;
     start_context(fibers[i].context, fibers[i].stack, fiber_main);
   }
   for (uint32_t s = 0; s < simdgroups; s++) lanes_of[s] = num_threads - s * SIMD < SIMD ? (1u << num_threads % SIMD) - 1 : ~0u;
@@ -315,7 +316,7 @@ static void on_signal(int number, siginfo_t* info, void* context) {
   pc = ((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP] + 1;
 #endif
   if (number == SIGVTALRM) {
-    report(current->site, launch->check ? watched : pc, "still running after %g s: an endless loop?", launch->timeout);
+    report(watched_site ? watched_site : current->site, launch->check ? watched : pc, "still running after %g s: an endless loop?", launch->timeout);
   } else if (number == SIGFPE) {
     report(nullptr, pc, "integer division by zero by thread %u of threadgroup %u", current->thread.index, group);
   } else {

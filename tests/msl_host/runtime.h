@@ -55,7 +55,8 @@ extern Fence group_fence, simd_fence[MAX_THREADS / SIMD];
 extern char* arena;        // the slots
 extern Placed placed[256];
 extern uint32_t num_placed;
-extern uintptr_t watched;  // where the latest watched access came from
+extern uintptr_t watched;  // where the latest watched access came from, or
+extern const msl::Site* watched_site;
 
 inline size_t whole_pages(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 

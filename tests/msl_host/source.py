@@ -46,7 +46,7 @@ def closing(text: str, opening: int) -> int:
 # ---- from Metal to C++
 
 
-def find_variables(clean: str) -> Iterator[tuple[int, int, list[str]]]:
+def find_variables(clean: str, file: str = "") -> Iterator[tuple[int, int, list[str]]]:
     """Start and end of every ``threadgroup T x[..], y;`` with its declarators, ["T x[..]", " y"].
 
     Elsewhere ``threadgroup`` is the address space of a pointer or a reference, and left to a macro.
@@ -63,14 +63,16 @@ def find_variables(clean: str) -> Iterator[tuple[int, int, list[str]]]:
                 parts.append(position)
             if letter in ";*&(){=" or depth < 0:
                 break
+        if clean[position] == "=":
+            raise MSLCompileError(f"{place(clean, position, file)}: error: threadgroup variables have no initial value")
         if clean[position] == ";":
             yield match.start(), position + 1, [clean[i:j].lstrip(",") for i, j in zip(parts, parts[1:])]
 
 
-def place_threadgroup_variables(text: str) -> str:
+def place_threadgroup_variables(text: str, file: str) -> str:
     """Every threadgroup variable as a reference into the threadgroup's memory; lines stay where they are."""
     result, done = [], 0
-    for start, end, declarators in find_variables(code(text)):
+    for start, end, declarators in find_variables(code(text), file):
         first = declarators[0].split("[")[0].rstrip()
         type_ = first[: re.search(r"\w+$", first).start()]
         declarators[0] = declarators[0][len(type_) :]
@@ -119,11 +121,11 @@ def to_cpp(signature: Signature, name: str) -> str:
         arguments.append(f"{'*' if binding.reference else ''}({const}{binding.type}*)b[{index}]")
     arguments += [ATTRIBUTES[key][1] for key in signature.attributes]
     return f"""#line 1 "{header}"
-{place_threadgroup_variables(signature.header)}
+{place_threadgroup_variables(signature.header, header)}
 #line 1 "signature.metal"
 {signature.opening}
 #line 1 "{source}"
-{place_threadgroup_variables(signature.source)}
+{place_threadgroup_variables(signature.source, source)}
 }}
 #line 1 "launcher"
 static inline uint3 as_uint3(msl::Size s) {{ return uint3(s.x, s.y, s.z); }}
