@@ -7,6 +7,7 @@ Kernels do what goes row by row: differences, the value gain, norms, the choice 
 from __future__ import annotations
 
 import functools
+from fractions import Fraction
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ import mlx.core as mx
 from dkv.types import BlockFormat, CompressedBlocks, code_bytes
 
 from ._format import WIDTHS, at_least, code_runs
-from ._metal import absent, integers, kernel, padded
+from ._metal import absent, float_bits, integers, kernel, padded
 from .twin import compress as twin
 from .twin._storage import CLIPS, Segments, group_count, two_to
 from .twin.compress import reconstruct_blocks, stored_factors, truncated_svd
@@ -273,10 +274,14 @@ def _coded_rows(
 
 @functools.cache
 def _clips() -> tuple[int, ...]:
-    """For each width 0..8 where its list starts and how long it is; then the parts of a range in hundredths."""
+    """For each width 0..8 where its list starts and how long it is; then the parts of a range, each in hundredths and
+    what float64 makes of it beyond them.
+    """
     header: list[int] = [0, 0]
     table: list[int] = []
     for bits in range(1, 9):
         header += [2 * 9 + len(table), len(CLIPS[bits])]
-        table += [round(100 * part) for part in CLIPS[bits]]
+        for part in CLIPS[bits]:
+            hundredths = round(100 * part)
+            table += [hundredths, float_bits(float(Fraction(part) - Fraction(hundredths, 100)))]
     return (*header, *table)

@@ -79,6 +79,17 @@ inline float two_to(int exponent) {
   return as_type<float>(uint(exponent + 127) << 23);
 }
 
+// a + off as float64 rounds it: off is beyond the precision of a, but decides where a lies halfway between two numbers
+inline Wide nudged(Wide a, float off) {
+  const float last = two_to(metal::max(exponent_of(a.high) - 52, -126));
+  return a.low == 0.0f && metal::abs(off) > 0.5f * last ? Wide{a.high, off > 0.0f ? last : -last} : a;
+}
+
+// a without what float64 would not hold
+inline Wide trimmed(Wide a) {
+  return Wide{a.high, metal::abs(a.low) > two_to(metal::max(exponent_of(a.high) - 53, -126)) ? a.low : 0.0f};
+}
+
 // The exponent of the smallest power of two at or above a > 0
 inline int exponent_above(Wide a) {
   const bool power = (as_type<uint>(a.high) & 0x7fffffu) == 0u && a.low <= 0.0f;

@@ -116,7 +116,8 @@ def row_groups(x: Array) -> list[Array]:
 def _clipped_codes(x: Array, low: Array, high: Array, bits: int) -> tuple[Array, Array, Array]:
     """Codes, scale and minimum of a group ``x [n, H, rows, C]`` by the clip factor of the least squared error."""
     if bits == 0:
-        return mx.zeros(x.shape, dtype=mx.uint8), mx.zeros_like(low), rounded_half(x.mean(2))
+        mean = x.sum(2) / x.shape[2]  # mx.mean multiplies by a rounded 1 / n
+        return mx.zeros(x.shape, dtype=mx.uint8), mx.zeros_like(low), rounded_half(mean)
     levels = 2**bits - 1
     middle, spread = (low + high) / 2, high - low
     best: tuple[Array, Array, Array] | None = None
