@@ -179,9 +179,11 @@ if (split < slot_splits) {
       for (int j = 0; j < SLICES; j++) {
         const int c = channel + j * TILE;
         if (c < dim_v) {
-          const float value = part == 0 ? float(anchor_v[here * dim_v + c]) : 0.0f;
-          for (int m = 0; m < ROWS; m++) {
-            sums[j * ROWS + m] += part == 0 ? mass[m] * value : 0.0f;
+          if (part == 0) {
+            const float value = float(anchor_v[here * dim_v + c]);
+            for (int m = 0; m < ROWS; m++) {
+              sums[j * ROWS + m] += mass[m] * value;
+            }
           }
           for (int row = part; row < rank; row += PARTS) {
             const float x = float(basis_v[(here * rank + row) * dim_v + c]);
