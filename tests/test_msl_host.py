@@ -388,13 +388,15 @@ def test_simdgroup_operations(host, dtype, pairs, seed, order):
     for start in range(0, size, 32):
         v, got = x[start : start + 32], out[start : start + 32]
         lane, ones = np.arange(len(v)), np.ones(len(v))
+        up = {delta: v[lane - np.minimum(lane, delta)] for delta in (2, 5)}
         down = np.where(lane + 3 < 32, v[np.minimum(lane + 3, len(v) - 1)], v)
         expected = [v.sum() * ones, v.max() * ones, v.min() * ones, np.cumsum(v), np.cumsum(v) - v, down]
-        expected += [np.where(lane >= 5, v[lane - np.minimum(lane, 5)], v), v[lane ^ 1], v[1] * ones, v[0] * ones, v[lane * 7 % 2]]
-        expected += [np.where(lane >= 2, v[lane - np.minimum(lane, 2)], -9), (v > 0).all() * ones, (v > 3).any() * ones]
+        expected += [np.where(lane >= 5, up[5], v), v[lane ^ 1], v[1] * ones, v[0] * ones, v[lane * 7 % 2]]
+        expected += [np.where(lane >= 2, up[2], -9), (v > 0).all() * ones, (v > 3).any() * ones]
         expected += [(v > 0).sum() * ones, v[lane ^ 1], lane == 0]
-        known = np.ones((17, len(v)), bool)
-        known[5] = (lane + 3 < len(v)) | (lane + 3 > 31)  # from a lane that is not there: undefined
+        known = np.ones((17, len(v)), bool)  # what comes from a lane that is not there is undefined
+        known[5] = (lane + 3 < len(v)) | (lane + 3 > 31)
+        known[11] = (lane >= 2) | (len(v) == 32)
         assert np.array_equal(got.T[known], np.stack(expected)[known])
 
 
