@@ -1,8 +1,8 @@
 """Kernels broken in one place at a time, and whether the host or the reference notices.
 
-``python tests/metal_mutants.py [KERNEL | KERNEL:FILE ...]`` prints the table of all mutants: each barrier deleted, each ``if``
-without its condition, each guard of a value without it. Such as compute the same whatever is broken are listed with the
-reason why.
+``python tests/metal_mutants.py [KERNEL | KERNEL:FILE ...]`` prints the table of all mutants: each barrier deleted, each
+``if`` without its condition, each guard of a value without it. Such as compute the same whatever is broken are listed
+with the reason why.
 """
 
 from __future__ import annotations
