@@ -321,8 +321,8 @@ class Kernel:
             data[name, "_strides"] = np.array(strides, np.int64)
             data[name, "_ndim"] = np.array([len(shape)], np.int32)
         for name, shape, dtype in zip(self.output_names, output_shapes, output_dtypes):
-            initial = mx.full(tuple(shape), 0 if init_value is None else init_value, dtype)
-            data[name, "output"] = np.array(to_numpy(initial), order="C")
+            initial = to_numpy(mx.array(init_value or 0).astype(dtype))
+            data[name, "output"] = np.full(tuple(shape), initial, initial.dtype)
         output_kind = OUTPUT if init_value is None else INITIALISED_OUTPUT
         buffers = (_Buffer * len(signature.bindings))()
         for buffer, binding in zip(buffers, signature.bindings):

@@ -80,7 +80,6 @@ extern "C" void msl_collective(msl::Collective compute, void* operand, uint32_t 
 }
 
 extern "C" const Thread* msl_thread() { return &current->thread; }
-extern "C" uint32_t msl_lanes() { return lanes_of[current->thread.simdgroup]; }
 
 extern "C" void msl_fail(const char* what) {
   if (!stopped) report(current->site, 0, "%s, threadgroup %u", what, group);

@@ -79,6 +79,13 @@ MSL_SOURCE(Up, i - n < 0 ? keep : i - n) MSL_SOURCE(RotateDown, (i + n) % 32) MS
 #undef MSL_SOURCE
 
 template <class T>
+MSL_UNWATCHED void broadcast_first(void* const* operands, const uint32_t*, uint32_t lanes) {
+  T value = *(T*)operands[__builtin_ctz(lanes)];
+  for (int i = 0; i < 32; i++)
+    if (in(lanes, i)) *(T*)operands[i] = value;
+}
+
+template <class T>
 struct Filled {
   T value, filling;
 };
@@ -139,11 +146,14 @@ MSL_FILL(simd_shuffle_and_fill_down, true) MSL_FILL(simd_shuffle_and_fill_up, fa
 #undef MSL_FILL
 template <class T>
 MSL_INLINE T simd_broadcast_first(T value, MSL_SITE) {
-  return msl::meet(&msl::shuffle<T, msl::Lane>, value, __builtin_ctz(msl::msl_lanes()), site);
+  return msl::meet(&msl::broadcast_first<T>, value, 0, site);
 }
 MSL_INLINE bool simd_all(bool p, MSL_SITE) { return msl::meet(&msl::reduce<uint, msl::And>, (uint)p, 0, site); }
 MSL_INLINE bool simd_any(bool p, MSL_SITE) { return msl::meet(&msl::reduce<uint, msl::Or>, (uint)p, 0, site); }
-MSL_INLINE bool simd_is_first() { return msl::msl_thread()->lane == (uint)__builtin_ctz(msl::msl_lanes()); }
+MSL_INLINE bool simd_is_first(MSL_SITE) {
+  uint lane = msl::msl_thread()->lane;
+  return msl::meet(&msl::broadcast_first<uint>, lane, 0, site) == lane;
+}
 struct simd_vote {
   uint lanes;
   explicit operator ulong() const { return lanes; }
