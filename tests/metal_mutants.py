@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from metal_host import metal
+from metal_row_cases import COMPRESS, PREFILL
 from msl_host import MSLCompileError, MSLError
 
 from dkv import testing
@@ -243,6 +244,14 @@ KERNELS: dict[str, tuple[tuple[str, ...], list[Callable[[], Callable[[], Any]]]]
     "decode": (("decode.metal", "attend.metal", "rows.metal"), DECODE),
     "route": (("route_scores.metal", "score.metal", "rows.metal"), ROUTE),
     "minmax": (("route_minmax.metal",), MINMAX),
+    "compress": (
+        (
+            *("gain.metal", "unit_rows.metal", "joint.metal", "distinct.metal", "select_rows.metal"),
+            *("row_order.metal", "row_scales.metal", "row_codes.metal", "coded.metal", "wide.metal"),
+        ),
+        COMPRESS,
+    ),
+    "prefill": (("prefill.metal", "attend.metal", "rows.metal", "numbers.metal"), PREFILL),
     "select": (("route_rows.metal", "route_select.metal", "shares.metal"), SELECT),
 }
 

@@ -11,17 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 mx: Any = pytest.importorskip("mlx.core")
-from metal_host import MODES, metal  # noqa: E402
+from metal_host import MODES, metal, needs_host  # noqa: E402
+from metal_row_cases import MIXED, assert_bytes_of_the_twin, compressed  # noqa: E402
 from strategies import widths  # noqa: E402
 
 from dkv import testing  # noqa: E402
-from dkv._dispatch import op_module  # noqa: E402
-from dkv.types import BlockFormat, CompressedBlocks  # noqa: E402
+from dkv.types import BlockFormat  # noqa: E402
+
+pytestmark = needs_host
 
 few = settings(max_examples=max(6, settings().max_examples // 2))
 # Each dtype builds every kernel anew: the cache's usual one is run in every mode.
 BUILDS = [*(("float16", mode) for mode in MODES), ("bfloat16", "checked"), ("float32", "plain")]
-MIXED = {"key_bits": (8, 7, 5, 4, 3, 2, 1, 0), "value_bits": 3}
 
 
 @st.composite
@@ -31,25 +32,6 @@ def formats(draw: st.DrawFn) -> BlockFormat:
     kept = draw(st.sampled_from([size // 2, 300, 3, 0, 130]))
     rank, factor_bits = draw(st.sampled_from([5, 3, 0])), draw(st.sampled_from([8, 16, 32]))
     return BlockFormat(size, rank, kept, factor_bits, minmax=draw(st.booleans()), **bits)
-
-
-def compressed(backend: str, inputs: testing.Inputs, keep: str, weights: dict[str, np.ndarray]) -> CompressedBlocks:
-    weights = {name: testing.to_library(x, "mlx") for name, x in weights.items()}
-    arguments = (weights.get("token_weight"), weights.get("channel_weight"))
-    compress = op_module(backend, "compress").compress_blocks
-    return testing.to_numpy(compress(inputs.k, inputs.v, inputs.blocks.format, keep, *arguments))
-
-
-def assert_bytes_of_the_twin(got: CompressedBlocks, want: CompressedBlocks) -> None:
-    """All but the factors, which matter by their product alone."""
-    for field in dataclasses.fields(CompressedBlocks):
-        if field.name == "format" or field.name.startswith(("u", "basis")):
-            continue
-        one, other = getattr(got, field.name), getattr(want, field.name)
-        assert (one is None) == (other is None), field.name
-        if one is not None:
-            assert one.dtype == other.dtype and one.shape == other.shape, field.name
-            assert one.tobytes() == other.tobytes(), field.name
 
 
 @pytest.mark.parametrize(("dtype", "mode"), BUILDS)
@@ -110,8 +92,7 @@ def test_channels_far_apart_in_size_keep_their_order() -> None:
             got = compressed("mlx-metal", inputs, "distinct", weights)
         want = compressed("mlx-twin", inputs, "distinct", weights)
         assert got.residual_k_order.tolist() == want.residual_k_order.tolist()
-        for name in ("residual_k", "residual_k_scale", "residual_k_min", "residual_k_unit"):  # zeros of either sign
-            assert np.array_equal(getattr(got, name), getattr(want, name)), name
+        assert_bytes_of_the_twin(got, want)
 
 
 def test_a_model_s_shape_and_rows_that_do_not_lie_in_a_row() -> None:

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 mx: Any = pytest.importorskip("mlx.core")
-from metal_host import MODES, metal  # noqa: E402
+from metal_host import MODES, metal, needs_host  # noqa: E402
 from strategies import scales, softcaps  # noqa: E402
 
 import dkv  # noqa: E402
 from dkv import testing  # noqa: E402
 from dkv.types import BlockFormat  # noqa: E402
 
+pytestmark = needs_host
 few = settings(max_examples=max(8, settings().max_examples // 2))
 # dtype, head dims with room in the same width, lengths of which a threadgroup takes the same number of rows
 BUILDS = {
