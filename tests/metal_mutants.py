@@ -80,6 +80,8 @@ def guards(file: str) -> Iterator[Mutant]:
     clean = re.sub(r"//[^\n]*", lambda comment: " " * len(comment.group()), text)
     for match in re.finditer(r" \? ", clean):
         start = _condition_start(clean, match.start())
+        if "constexpr" in clean[clean.rfind("\n", 0, start) + 1 : start]:
+            continue  # a size, no guard
         yield _mutant(file, text, start, match.start(), "true", f"{clean[start : match.start()]} ?")
 
 
