@@ -34,11 +34,13 @@ def compressed(backend: str, inputs: testing.Inputs, keep: str, weights: dict[st
     return testing.to_numpy(compress(inputs.k, inputs.v, inputs.blocks.format, keep, *arguments))
 
 
-def _compress(fmt: BlockFormat, keep: str = "distinct", spread: float = 0.0, **shape: Any) -> Callable[[], None]:
+def _compress(
+    fmt: BlockFormat, keep: str = "distinct", spread: float = 0.0, weighted: bool = True, **shape: Any
+) -> Callable[[], None]:
     """Compression against the reference and the twin; ``spread`` of the sizes of channels, as a power of ten."""
 
     def run() -> None:
-        inputs, weights, want = _compress_inputs(fmt, keep, spread, tuple(shape.items()))
+        inputs, weights, want = _compress_inputs(fmt, keep, spread, weighted, tuple(shape.items()))
         if not spread:
             testing.assert_matches_reference("mlx-metal", "compress_blocks", inputs, keep=keep, **weights)
         assert_bytes_of_the_twin(compressed("mlx-metal", inputs, keep, weights), want)
@@ -47,7 +49,9 @@ def _compress(fmt: BlockFormat, keep: str = "distinct", spread: float = 0.0, **s
 
 
 @functools.cache
-def _compress_inputs(fmt: BlockFormat, keep: str, spread: float, shape: tuple[tuple[str, int], ...]) -> Any:
+def _compress_inputs(
+    fmt: BlockFormat, keep: str, spread: float, weighted: bool, shape: tuple[tuple[str, int], ...]
+) -> Any:
     made = testing.make_inputs(7, config=fmt, **{"num_blocks": 2, "window": 0, "head_dim": 17} | dict(shape))
     rng = np.random.default_rng(8)
     batch, heads, tokens, dim = made.k.shape
@@ -56,14 +60,14 @@ def _compress_inputs(fmt: BlockFormat, keep: str, spread: float, shape: tuple[tu
     for x in (made.k, made.v):
         x[0, 0] = x[0, 0, :1]  # a head without spread
         x[..., 1] = x[:, :, :1, 1]  # a channel without any
-    made.v[-1] = 0.0
+    made.v[-1] *= np.float32(1e-9)  # of no energy
     if spread:
         sizes = (10.0 ** rng.uniform(-spread, spread, dim)).astype(np.float32)
         made = made._replace(k=made.k * sizes)
     if spread > 30:  # what no float holds, and no square
         k, v = (np.clip(1e38 * x.astype(np.float64), -3e38, 3e38).astype(np.float32) for x in (made.k, made.v))
         made = made._replace(k=k, v=v)
-    inputs = testing.to_library(made, "mlx")
+    inputs, weights = testing.to_library(made, "mlx"), weights if weighted else {}
     return inputs, weights, compressed("mlx-twin", inputs, keep, weights)
 
 
@@ -91,7 +95,8 @@ def _prefill_inputs(shape: tuple[tuple[str, int], ...]) -> Any:
 
 COMPRESS: list[Callable[[], Callable[[], None]]] = [
     lambda: _compress(BlockFormat(16, 5, 6)),
-    lambda: _compress(BlockFormat(16, 5, 15, **MIXED)),
+    lambda: _compress(BlockFormat(16, 5, 6), weighted=False),
+    lambda: _compress(BlockFormat(16, 5, 15, **MIXED), num_blocks=5),
     lambda: _compress(BlockFormat(16, 0, 6), "error"),
     lambda: _compress(BlockFormat(140, 3, 137, **MIXED), num_blocks=1, batch=1, head_dim=24),
     lambda: _compress(BlockFormat(140, 3, 139, **MIXED), spread=12.0, num_blocks=1, batch=1, head_dim=24),
