@@ -26,7 +26,7 @@ FEW = 5  # elements of an array that MLX passes in the constant address space
 
 @functools.cache
 def host(mode: str) -> Host:
-    return Host(**MODES[mode], max_threads=_metal.MAX_THREADS, timeout=20.0)
+    return Host(**MODES[mode], max_threads=_metal.MAX_THREADS, timeout=10.0)
 
 
 class Counted:

@@ -43,6 +43,7 @@ EQUIVALENT = {
     ("decode.metal", "simd == SIMDS - 1"): "every simd-group computes the same anchors",
     ("route_scores.metal", "simd == SIMDS - 1"): "every simd-group computes the same anchors",
     ("route_select.metal", "mass > 0.0f ?"): "max takes no NaN, which 0 / 0 is",
+    ("attend.metal", "live ?"): "the row weighs 0 in place of being skipped",
     ("decode.metal", "PARTS > 1"): "the sum of one part is the part",
     ("prefill.metal", "PARTS > 1"): "the sum of one part is the part",
     ("prefill.metal", "channel == 0"): "all threads of a part hold the number that one writes",
@@ -89,6 +90,8 @@ def guards(file: str) -> Iterator[Mutant]:
     clean = re.sub(r"//[^\n]*", lambda comment: " " * len(comment.group()), text)
     for match in re.finditer(r" \? ", clean):
         start = _condition_start(clean, match.start())
+        if "constexpr" in clean[clean.rfind("\n", 0, start) + 1 : start]:
+            continue  # a size, no guard
         yield _mutant(file, text, start, match.start(), "true", f"{clean[start : match.start()]} ?")
 
 
@@ -137,6 +140,13 @@ def _decode_inputs(fmt: BlockFormat, op: str, ragged: bool, shape: tuple[tuple[s
     indices = rng.integers(-1, total + 2, (batch, heads, 9), np.int32)
     indices[..., :2] = total - 1  # the last block, twice
     counts = np.array([total, max(1, total - 1)] * batch, np.int32)[:batch]
+    if not ragged:
+        exact = op == "exact_attention"
+        return (
+            testing.to_library(made, "mlx"),
+            {} if exact else {"block_indices": indices},
+            {"causal": False} if exact else {},
+        )
     if op in ("decode_attention", "exact_attention"):
         lengths = np.array([window, max(1, window - 3)] * batch, np.int32)[:batch]
         made.k_window[1:, :, window - 3 :], made.v_window[1:, :, window - 3 :] = np.nan, np.nan
@@ -144,9 +154,8 @@ def _decode_inputs(fmt: BlockFormat, op: str, ragged: bool, shape: tuple[tuple[s
     else:
         options = {}
     options["softcap"] = 15.0
-    if not ragged:
-        return testing.to_library(made, "mlx"), {"block_indices": indices}, {}
     if op == "exact_attention":
+        options["window"] = 2  # some rows no query of a tile sees
         return testing.to_library(made, "mlx"), {}, options
     made = made._replace(blocks=dataclasses.replace(made.blocks, block_counts=counts))
     return testing.to_library(made, "mlx"), {"block_indices": indices}, options
@@ -230,7 +239,8 @@ DECODE = [  # those of the first build come first
     lambda: _decode(BlockFormat(140, 100, 139), num_blocks=2, batch=1, head_dim=32, head_dim_v=31),
     lambda: _decode(BlockFormat(16, 0, 6, value_bits=0), "lowrank_attention"),
     lambda: _decode(BlockFormat(16, 0, 15, value_bits=0), "residual_attention"),
-    lambda: _decode(BlockFormat(16, 5, 6), "exact_attention", window=300, q_len=3),
+    lambda: _decode(BlockFormat(16, 5, 6), "exact_attention", window=300, q_len=12),
+    lambda: _decode(BlockFormat(16, 5, 6), "exact_attention", ragged=False),
     lambda: _decode(BlockFormat(16, 5, 6, 16, 16)),
     lambda: _decode(BlockFormat(16, 5, 6), num_q_heads=2, num_kv_heads=1, q_len=1, head_dim=40, head_dim_v=130),
 ]  # fmt: skip
