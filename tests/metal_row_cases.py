@@ -7,10 +7,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from dkv import testing
 from dkv._dispatch import op_module
+from dkv.kernels.mlx import _metal
 from dkv.types import BlockFormat, CompressedBlocks
 
 MIXED = {"key_bits": (8, 7, 5, 4, 3, 2, 1, 0), "value_bits": 3}
@@ -71,6 +73,68 @@ def _compress_inputs(
     return inputs, weights, compressed("mlx-twin", inputs, keep, weights)
 
 
+ARITHMETIC = """
+const uint i = thread_position_in_grid.x;
+const Wide x = Wide{a[i], b[i]};
+const Wide y = Wide{c[i], d[i]};
+const Wide found[6] = {
+    plus(x, y), times(x, y), over(x, y), root(magnitude(x)), nudged(x, d[i]), trimmed(Wide{a[i], d[i]})};
+for (int op = 0; op < 6; op++) {
+  high[i * 6 + op] = found[op].high;
+  low[i * 6 + op] = found[op].low;
+}
+rounded[i * 4] = nearest(x);
+rounded[i * 4 + 1] = nearest_half(x);
+rounded[i * 4 + 2] = float(exponent_above(magnitude(x)));
+rounded[i * 4 + 3] = below(x, y) ? 1.0f : 0.0f;
+"""
+
+
+def arithmetic() -> None:
+    """The numbers of 48 bits against numbers of 64, and where they round against float64."""
+    rng = np.random.default_rng(3)
+    a, c = (np.float32(rng.choice([-1, 1], 4000) * 2 ** rng.uniform(-8, 11, 4000)) for _ in range(2))
+    a[:2000] = rng.integers(-1024, 1024, 2000) + np.float32(0.5)  # halves, and one bit beside or beyond them
+    a[2000:3000] = rng.integers(1024, 2048, 1000) * np.float32(2) ** rng.integers(-30, 4, 1000) + 0
+    a[2000:3000] *= np.float32(1 + 2**-11)
+    a[3000:3100], a[3100:3110] = 2.0 ** rng.integers(-8, 8, 100), np.float32(3 * 2**-25)
+    c[:50] = a[:50]
+    b, d = (np.float32(x * rng.choice([0, 2**-26, -(2**-26), 2**-47, -(2**-47)], 4000)) for x in (a, c))
+    b[3110:] = 0.0
+    d[3110:] = a[3110:] * np.float32(2**-53) * rng.uniform(-1.4, 1.4, 890)  # around the last place of float64
+    kernel = _metal.builder(
+        name="dkv_arithmetic",
+        input_names=list("abcd"),
+        output_names=["high", "low", "rounded"],
+        source=ARITHMETIC,
+        header=_metal.text("wide.metal"),
+    )
+    high, low, rounded = kernel(
+        inputs=[mx.array(x) for x in (a, b, c, d)],
+        grid=(4000, 1, 1),
+        threadgroup=(100, 1, 1),
+        output_shapes=[(4000, 6), (4000, 6), (4000, 4)],
+        output_dtypes=[mx.float32] * 3,
+    )
+    high, low, rounded = (np.array(part) for part in (high, low, rounded))
+    x, y = (p.astype(np.longdouble) + q for p, q in ((a, b), (c, d)))
+    got = high.astype(np.longdouble) + low
+    for op, want in enumerate((x + y, x * y, x / y, np.sqrt(abs(x)))):
+        scale = abs(x) + abs(y) if op == 0 else abs(want)
+        assert (abs(got[:, op] - want) <= 2.0**-44 * scale).all(), op
+        assert (abs(low[:, op]) <= 2.0**-24 * abs(high[:, op])).all(), op
+    assert np.array_equal(high[b != 0, 4], a[b != 0]) and np.array_equal(low[b != 0, 4], b[b != 0])
+    kept = abs(d[3110:]) > np.ldexp(1.0, np.frexp(a[3110:])[1] - 54)
+    assert np.array_equal(low[3110:, 5], np.where(kept, d[3110:], 0)) and 100 < kept.sum() < 800
+    want = (a.astype(np.float64) + d.astype(np.float64))[3110:]
+    assert np.array_equal(got[3110:, 4].astype(np.float64), want) and (want != a[3110:]).any()
+    assert np.array_equal(rounded[:, 0], np.rint(x).astype(np.float32))
+    assert np.array_equal(rounded[:, 1], x.astype(np.float64).astype(np.float16).astype(np.float32))
+    fraction, exponent = np.frexp(abs(x))
+    assert np.array_equal(rounded[:, 2], exponent - (fraction == 0.5))
+    assert np.array_equal(rounded[:, 3], x < y)
+
+
 def _prefill(**shape: Any) -> Callable[[], None]:
     """Repeats, -1 and blocks that do not exist among the listed ones, a sink and a soft-cap, and without them."""
 
@@ -94,6 +158,7 @@ def _prefill_inputs(shape: tuple[tuple[str, int], ...]) -> Any:
 
 
 COMPRESS: list[Callable[[], Callable[[], None]]] = [
+    lambda: arithmetic,
     lambda: _compress(BlockFormat(16, 5, 6)),
     lambda: _compress(BlockFormat(16, 5, 6), weighted=False),
     lambda: _compress(BlockFormat(16, 5, 15, **MIXED), num_blocks=5),

@@ -189,7 +189,7 @@ def test_info(capsys):
     if facts["backends"]["mlx"] is None:
         assert facts["mlx_runs"] in ("mlx-metal", "mlx-twin") and facts["backends"][facts["mlx_runs"]] is None
         (line,) = [line for line in _lines(text) if line.split()[0] == "mlx"]
-        assert line.endswith(f"runs {facts['mlx_runs']}")
+        assert line.rstrip().endswith(f"runs {facts['mlx_runs']}")
     assert facts["packages"]["numpy"] == np.__version__
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 mx: Any = pytest.importorskip("mlx.core")
 from metal_host import MODES, metal, needs_host  # noqa: E402
-from metal_row_cases import MIXED, assert_bytes_of_the_twin, compressed  # noqa: E402
+from metal_row_cases import MIXED, arithmetic, assert_bytes_of_the_twin, compressed  # noqa: E402
 from strategies import widths  # noqa: E402
 
 from dkv import testing  # noqa: E402
@@ -59,6 +59,12 @@ def test_parity(
         testing.assert_matches_reference("mlx-metal", "compress_blocks", inputs, keep=keep, **weights)
         got = compressed("mlx-metal", inputs, keep, weights)
     assert_bytes_of_the_twin(got, compressed("mlx-twin", inputs, keep, weights))
+
+
+@pytest.mark.parametrize("mode", ["plain", "fused"])
+def test_numbers_of_48_bits(mode: str) -> None:
+    with metal(mode):
+        arithmetic()
 
 
 @pytest.mark.parametrize("size", [3e38, 1e-30, 1e15])
