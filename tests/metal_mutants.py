@@ -45,6 +45,15 @@ EQUIVALENT = {
     ("route_select.metal", "mass > 0.0f ?"): "max takes no NaN, which 0 / 0 is",
     ("attend.metal", "live ?"): "the row weighs 0 in place of being skipped",
     ("decode.metal", "PARTS > 1"): "the sum of one part is the part",
+    ("prefill.metal", "PARTS > 1"): "the sum of one part is the part",
+    ("prefill.metal", "channel == 0"): "all threads of a part hold the number that one writes",
+    ("gain.metal", "index == 0"): "all threads hold the number that one writes",
+    ("unit_rows.metal", "index == 0"): "all threads hold the number that one writes",
+    ("row_scales.metal", "index == 0"): "all threads hold the number that one writes",
+    ("wide.metal", "lane == 0"): "all lanes hold the number that one writes",
+    ("unit_rows.metal", "dim_v > 0"): "values without channels are nowhere far from their anchor",
+    ("unit_rows.metal", "sum.high > 0.0f ?"): "max takes no NaN, which 0 / 0 is",
+    ("unit_rows.metal", "length > 0.0f ?"): "it is 0 where subnormals are flushed alone",
 }
 
 

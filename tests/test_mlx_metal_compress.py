@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 mx: Any = pytest.importorskip("mlx.core")
+import metal_mutants  # noqa: E402
 from metal_host import MODES, metal, needs_host  # noqa: E402
-from metal_row_cases import MIXED, assert_bytes_of_the_twin, compressed  # noqa: E402
+from metal_row_cases import COMPRESS, MIXED, arithmetic, assert_bytes_of_the_twin, compressed  # noqa: E402
 from strategies import widths  # noqa: E402
 
 from dkv import testing  # noqa: E402
@@ -61,6 +62,12 @@ def test_parity(
     assert_bytes_of_the_twin(got, compressed("mlx-twin", inputs, keep, weights))
 
 
+@pytest.mark.parametrize("mode", ["plain", "fused"])
+def test_numbers_of_48_bits(mode: str) -> None:
+    with metal(mode):
+        arithmetic()
+
+
 @pytest.mark.parametrize("size", [3e38, 1e-30, 1e15])
 @pytest.mark.parametrize("keep", ["distinct", "error"])
 def test_numbers_near_the_ends_of_float32(keep: str, size: float) -> None:
@@ -103,3 +110,15 @@ def test_a_model_s_shape_and_rows_that_do_not_lie_in_a_row() -> None:
     with metal("plain"):
         got = compressed("mlx-metal", turned, "distinct", {})
     assert_bytes_of_the_twin(got, compressed("mlx-twin", made, "distinct", {}))
+
+
+BARRIERS = [
+    (mutant, COMPRESS[1] if file != "row_order.metal" else COMPRESS[3])
+    for file in ("wide.metal", "select_rows.metal", "row_order.metal")
+    for mutant in metal_mutants.barriers(file)
+]
+
+
+@pytest.mark.parametrize(("mutant", "case"), BARRIERS, ids=lambda x: getattr(x, "file", "").partition(".")[0])
+def test_compression_without_a_barrier_is_caught(mutant: metal_mutants.Mutant, case: Any) -> None:
+    assert metal_mutants.caught(mutant, [case])

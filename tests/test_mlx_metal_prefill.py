@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 mx: Any = pytest.importorskip("mlx.core")
+import metal_mutants  # noqa: E402
 from metal_host import MODES, metal, needs_host  # noqa: E402
+from metal_row_cases import PREFILL  # noqa: E402
 from strategies import scales, softcaps  # noqa: E402
 
 import dkv  # noqa: E402
@@ -80,3 +82,15 @@ def test_a_head_that_the_kernel_has_no_room_for_is_refused() -> None:
     inputs = testing.make_inputs(2, head_dim=260, num_blocks=1, window=3, library="mlx")
     with metal("plain"), pytest.raises(NotImplementedError, match="head dims up to 256, got 260"):
         dkv.prefill_attention(inputs.q, inputs.k, inputs.v, backend="mlx-metal")
+
+
+def test_threadgroup_memory_suffices_for_the_widest_head() -> None:
+    inputs = testing.make_inputs(3, head_dim=192, head_dim_v=130, q_len=9, num_blocks=1, window=0, library="mlx")
+    with metal("plain") as host:
+        dkv.prefill_attention(inputs.q, inputs.k, inputs.v, backend="mlx-metal")
+    assert host.report is not None and 0 < host.report.threadgroup_bytes <= 32768
+
+
+@pytest.mark.parametrize("mutant", [*metal_mutants.barriers("prefill.metal")], ids=lambda mutant: f"{mutant.line}")
+def test_prefill_without_a_barrier_is_caught(mutant: metal_mutants.Mutant) -> None:
+    assert metal_mutants.caught(mutant, PREFILL[:1])

@@ -126,7 +126,7 @@ inline float largest_of_all(threadgroup float* peaks, float x, int simd, int lan
   return x;
 }
 
-// The sum of the x of the threadgroup, in the same order for every thread
+// The sum of the x of the threadgroup, in the same order for every thread; a barrier comes before the next one
 inline Wide sum_of_all(threadgroup float* highs, threadgroup float* lows, Wide x, int index) {
   highs[index] = x.high;
   lows[index] = x.low;
@@ -139,7 +139,5 @@ inline Wide sum_of_all(threadgroup float* highs, threadgroup float* lows, Wide x
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const Wide sum = Wide{highs[0], lows[0]};
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  return sum;
+  return Wide{highs[0], lows[0]};
 }
