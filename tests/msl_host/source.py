@@ -12,6 +12,7 @@ from .signature import ATTRIBUTES, Signature
 HIDDEN = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
 MARK = re.compile(r'^[ \t]*#[ \t]*line[ \t]+(\d+)(?:[ \t]+"([^"]*)")?', re.M)
 BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\s*\(")
+STATIC = re.compile(r"\bstatic\s+(?!const\b|constexpr\b|constant\b|inline\b|METAL_FUNC\b)[\w:<>]+\s+\w+\s*[=;\[]")
 GUARD = re.compile(r"\bif\s*(?:constexpr\s*)?\(")
 
 
@@ -74,7 +75,7 @@ def place_threadgroup_variables(text: str, file: str) -> str:
     result, done = [], 0
     for start, end, declarators in find_variables(code(text), file):
         first = declarators[0].split("[")[0].rstrip()
-        type_ = first[: re.search(r"\w+$", first).start()]
+        type_ = re.sub(r"\w+$", "", first)
         declarators[0] = declarators[0][len(type_) :]
         result.append(text[done:start])
         for declarator in declarators:
@@ -93,8 +94,9 @@ def place_threadgroup_variables(text: str, file: str) -> str:
 def refuse(text: str, file: str) -> None:
     """Raise for what C++ takes and Metal does not: variables that outlive a call, and recursion."""
     clean = code(text)
-    for match in re.finditer(r"\bstatic\s+(?!const\b|constexpr\b|constant\b|inline\b|METAL_FUNC\b)[\w:<>]+\s+\w+\s*[=;\[]", clean):
-        raise MSLCompileError(f"{place(text, match.start(), file)}: error: a static variable; Metal has none that change")
+    for match in STATIC.finditer(clean):
+        where = place(text, match.start(), file)
+        raise MSLCompileError(f"{where}: error: a static variable; Metal has none that change")
     for match in re.finditer(r"\b([A-Za-z_]\w*)\s*\(", clean):
         end = closing(clean, match.end() - 1)
         body = re.match(r"\s*(?:thread|const)?\s*\{", clean[end + 1 :])
