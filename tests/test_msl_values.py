@@ -261,3 +261,27 @@ def test_the_order_of_threads_follows_the_seed(host):
             orders.append(run(host, source, [0], (65,), mx.uint32, grid=(64, 1, 1), **options).tolist()[:64])
     assert orders[0] == orders[1] == list(range(64))
     assert orders[2] == orders[4] != orders[3] and all(sorted(order) == orders[0] for order in orders)
+
+
+def test_threadgroup_variables(host):
+    source = """
+        threadgroup float s[N * (N + 1)], t[2][N], one; // "threadgroup float u[3];" in a comment
+        threadgroup vec<T, 4>
+            v[N];
+        threadgroup float3 w[64];
+        threadgroup float* p = s; const threadgroup T& first = v[0][0];
+        uint l = thread_index_in_threadgroup;
+        for (uint k = l; k < N * (N + 1); k += 32) p[k] = k;
+        t[l % 2][l / 2] = l;
+        if (l == 0) one = 1;
+        if (l < N) v[l] = vec<T, 4>(l, 2, 3, 4);
+        w[l] = float3(l, 2 * l, 3 * l); // the fourth component is never written
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        float3 other = w[31 - l];
+        out[l] = s[l] + t[1][l % N] + one + float(v[l % N].x) + other.z + float(first);
+    """
+    with host.using(check=True):
+        out = run(host, source, [0], (32,), template=[("T", mx.bfloat16), ("N", 16)])
+    lane = np.arange(32)
+    assert np.array_equal(out, lane + (2 * (lane % 16) + 1) + 1 + lane % 16 + 3 * (31 - lane))
+    assert host.report.threadgroup_bytes == 4 * (16 * 17 + 32 + 1) + 8 * 16 + 16 * 64
