@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import mlx.core as mx
 import msl_host
@@ -405,3 +406,12 @@ def test_fibers_of_other_machines(tmp_path):
     program += "try: FOUND[0].run(host)\nexcept msl_host.MSLRunError as error: print(error)"
     result = in_another_process(program, MSL_HOST_PORTABLE="1", MSL_HOST_CACHE=str(tmp_path))
     assert result.stdout.startswith("True\ndivergent_barrier.metal:5: "), result.stdout + result.stderr
+
+
+def test_the_page_is_true():
+    text = (Path(__file__).resolve().parent.parent / "docs" / "msl-host.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
+    assert len(blocks) == 7
+    namespace: dict = {}
+    for block in blocks:
+        exec(compile(block, "docs/msl-host.md", "exec"), namespace)
