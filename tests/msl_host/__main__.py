@@ -48,8 +48,13 @@ def measure(host: Host) -> str:
     ]
 
     def run(kernel: Kernel, array: mx.array) -> None:
-        call = {"output_shapes": [(len(array),)], "output_dtypes": [mx.float32]}
-        kernel(inputs=[array], grid=(256 * len(array), 1, 1), threadgroup=(256, 1, 1), **call)
+        kernel(
+            inputs=[array],
+            grid=(256 * len(array), 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(len(array),)],
+            output_dtypes=[mx.float32],
+        )
 
     first, *others = [cpu_seconds(run, kernel, small) for kernel in kernels]
     launch = statistics.median(cpu_seconds(run, kernels[0], small) for _ in range(50))
