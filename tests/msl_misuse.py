@@ -338,6 +338,11 @@ CONTROLS = [
         f"threadgroup float s[64];\ns[l] = x[i];\n{BARRIER}\nfloat v = s[63 - l];\n{BARRIER}\ns[l] = v;\n{BARRIER}\n"
         "out[i] = s[63 - l];",
     ),
+    Misuse(
+        "overloads_that_call_each_other",
+        "out[i] = f(float2(x[i], 0));",
+        header="inline float f(float v) { return v; }\ninline float f(float2 v) { return f(v.x) + f(v.y); }\n",
+    ),
     Misuse("one_value_by_all", "out[0] = 5; // all store the same\nif (i > 0) out[i] = x[i];"),
     Misuse(
         "through_the_device",

@@ -119,6 +119,9 @@ def test_lines_are_those_of_the_file_the_source_names(checked):
         run(checked, body, [mx.zeros(32)], (32,), header=header)
     with pytest.raises(msl_host.MSLCompileError, match=r"kernels/b\.metal:41:"):
         run(checked, body.replace("f(a, i)", "g(a, i)"), [mx.zeros(32)], (32,), header=header)
+    for line in ("static int n = 0;", "threadgroup float s[2] = {0, 0};"):
+        with pytest.raises(msl_host.MSLCompileError, match=r"^kernels/b\.metal:42: "):
+            run(checked, body + line, [mx.zeros(32)], (32,), header=header)
 
 
 def test_all_that_is_found_is_told_once(checked):
