@@ -173,6 +173,13 @@ RACES = [
         "race, a write after a read: 's'.*against thread 7 ",
     ),
     Misuse(
+        "the_last_reader_writes",
+        "threadgroup float s[4];\nif (l == 0) s[0] = 1;\nsimdgroup_barrier(mem_flags::mem_threadgroup);\n"
+        "float v = s[0];\nif (l == 31) s[0] = 2; // HERE\nout[i] = v;",
+        "race, a write after a read: 's'.*by thread 31 .*against thread 30",
+        group=32,
+    ),
+    Misuse(
         "across_threadgroups",
         "out[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_device);\nif (i >= 32) out[i] += out[i - 32]; // HERE",
         "race, a read after a write: 'out'.*against thread 0 of threadgroup 0",
