@@ -1,7 +1,6 @@
 """One thread per process, how hard hypothesis tries (``HYPOTHESIS_PROFILE=deep`` for more), and a tiny model."""
 
 import os
-import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -13,12 +12,6 @@ settings.register_profile(
 )
 settings.register_profile("deep", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-
-def pytest_terminal_summary(terminalreporter):
-    host = sys.modules.get("msl_host")
-    if host and host.totals.launches:
-        terminalreporter.write_line(f"msl_host: {host.totals}")
 
 
 @pytest.fixture

@@ -414,7 +414,7 @@ def test_fibers_of_other_machines(tmp_path):
 def test_the_page_is_true():
     text = (Path(__file__).resolve().parent.parent / "docs" / "msl-host.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     namespace: dict = {}
     for block in blocks:
         exec(compile(block, "docs/msl-host.md", "exec"), namespace)
