@@ -275,6 +275,11 @@ MEMORY = [
         "float4 v = 0.0f;\nif (i < 8)\n  v = *(const device float4*)(x + 1 + i * 4); // HERE\nout[i] = v.x + v.w;",
         "misaligned",
     ),
+    Misuse(
+        "misaligned_pair",  # which the machine does not mind
+        "float2 v = 0.0f;\nif (i < 8)\n  v = *(const device float2*)(x + 1 + i * 2); // HERE\nout[i] = v.x + v.y;",
+        "misaligned or null access by thread 0",
+    ),
     Misuse("divided_by_zero", "int k = (int)(x[i] * 0);\nout[i] = 5 / k; // HERE", "division by zero", always=True),
     Misuse("shifted_too_far", "int k = 32 + (int)(x[i] * 0);\nout[i] = 1 << k; // HERE", "shift by more bits"),
     Misuse(
