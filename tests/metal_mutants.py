@@ -19,6 +19,7 @@ import numpy as np
 from metal_host import metal
 from metal_row_cases import COMPRESS, PREFILL
 from msl_host import MSLCompileError, MSLError
+from strategies import poisoned
 
 from dkv import testing
 from dkv._dispatch import op_module
@@ -43,6 +44,7 @@ EQUIVALENT = {
     ("decode.metal", "simd == SIMDS - 1"): "every simd-group computes the same anchors",
     ("route_scores.metal", "simd == SIMDS - 1"): "every simd-group computes the same anchors",
     ("route_select.metal", "mass > 0.0f ?"): "max takes no NaN, which 0 / 0 is",
+    ("route_scores.metal", "group > 0"): "a barrier more than is needed",
     ("attend.metal", "live ?"): "the row weighs 0 in place of being skipped",
     ("decode.metal", "PARTS > 1"): "the sum of one part is the part",
     ("prefill.metal", "PARTS > 1"): "the sum of one part is the part",
@@ -175,7 +177,9 @@ def _route(fmt: BlockFormat, router: str, **shape: Any) -> Callable[[], Any]:
 @functools.cache
 def _route_inputs(fmt: BlockFormat, router: str, shape: tuple[tuple[str, int], ...]) -> Any:
     made = testing.make_inputs(5, config=fmt, **{"q_len": 2, "num_blocks": 3} | dict(shape))
-    made = made._replace(blocks=dataclasses.replace(made.blocks, block_counts=np.array([3, 1], np.int32)))
+    counts = np.array([3, 1], np.int32)
+    blocks = poisoned(dataclasses.replace(made.blocks, block_counts=counts), np.arange(3) >= counts[:, None])
+    made = made._replace(blocks=blocks)
     made.q[0, 0, 0, 0] = np.nan
     want = op_module("reference", "route").route_scores(made.q, made.blocks, router)
     return testing.to_library(made, "mlx"), want
@@ -252,6 +256,8 @@ ROUTE = [
     functools.partial(_route, BlockFormat(140, 100, 139), "keys"),
     functools.partial(_route, BlockFormat(16, 0, 6), "lowrank"),
     functools.partial(_route, BlockFormat(16, 5, 6, 16, 16), "residual"),
+    functools.partial(_route, BlockFormat(16, 5, 6, 16, 16), "lowrank"),
+    functools.partial(_route, BlockFormat(16, 5, 15), "lowrank"),
 ]
 MINMAX = [functools.partial(_route, BlockFormat(16, 5, 6, minmax=True), "minmax")]
 SELECT = [
@@ -262,7 +268,7 @@ SELECT = [
 KERNELS: dict[str, tuple[tuple[str, ...], list[Callable[[], Callable[[], Any]]]]] = {
     "merge": (("merge.metal", "numbers.metal"), [lambda: _merge]),
     "decode": (("decode.metal", "attend.metal", "rows.metal"), DECODE),
-    "route": (("route_scores.metal", "score.metal", "rows.metal"), ROUTE),
+    "route": (("route_scores.metal", "score.metal"), ROUTE),
     "minmax": (("route_minmax.metal",), MINMAX),
     "compress": (
         (
