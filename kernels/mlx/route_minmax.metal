@@ -18,17 +18,18 @@ const long at = ((long(sequence) * blocks + block) * heads + head) * dim;
 
 for (int m = 0; m < metal::min(ROWS, rows - first); m++) {
   const long query = pair * rows + first + m;
-  float bound = 0.0f;
+  float bound = -INFINITY;
   if (valid) {
+    bound = 0.0f;
     for (int d = lane; d < dim; d += 32) {
       const float x = float(q[query * dim + d]);
       const float low = x * float(k_min[at + d]);
       const float high = x * float(k_max[at + d]);
       bound += low > high ? low : high;
     }
-    bound = simd_sum(bound);
+    bound = simd_sum(bound) * sm_scale;
   }
   if (lane == 0) {
-    scores[query * blocks + block] = valid ? bound * sm_scale : -INFINITY;
+    scores[query * blocks + block] = bound;
   }
 }
