@@ -94,6 +94,12 @@ def test_the_text_is_the_one_that_mlx_compiles() -> None:
     } | {"dkv_route_minmax"}
 
 
+def test_what_mutants_are_tried_with_passes_as_it_is() -> None:
+    whole = metal_mutants.Mutant("", 0, "nothing", "")
+    for _, cases in metal_mutants.KERNELS.values():
+        assert not metal_mutants.caught(whole, cases[:4])
+
+
 @pytest.mark.parametrize("mutant", BARRIERS, ids=lambda mutant: f"{mutant.file}:{mutant.line}")
 def test_decode_without_a_barrier_is_caught(mutant: metal_mutants.Mutant) -> None:
     cases: list[Callable[[], Callable[[], Any]]] = metal_mutants.DECODE[:4]  # all of one build

@@ -246,9 +246,9 @@ if (split < slot_splits) {
   for (int m = 0; m < ROWS; m++) {
     const int position = end - length + (first + m) % length;
     latest[m] = causal ? metal::min(position, end - 1) : end - 1;
-    latest[m] = first + m < rows ? metal::min(latest[m], metal::min(first_row + window_rows, keys) - 1) : -1;
+    latest[m] = metal::min(latest[m], metal::min(first_row + window_rows, keys) - 1);
     earliest[m] = window > 0 ? metal::max(position - window + 1, first_row) : first_row;
-    begin = first + m < rows ? metal::min(begin, earliest[m]) : begin;
+    begin = metal::min(begin, earliest[m]);
     stop = metal::max(stop, latest[m] + 1);
   }
   for (int start = begin; start < stop; start += TILE) {
