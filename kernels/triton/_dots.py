@@ -12,7 +12,6 @@ from ._launch import INTERPRETED
 
 ON_CPU = tl.constexpr(INTERPRETED)
 DEPTH = tl.constexpr(64 if INTERPRETED else 16)  # of a dot of float32 outside of matrix units: threads hold all of it
-LOADED = tl.constexpr(64 if INTERPRETED else 32)  # rows of a basis that are held at a time in float32
 
 
 def _light(made: Any) -> Any:
@@ -105,16 +104,25 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @device
-def dot_rows(
-    a, start, FIRST: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
-):
-    """``a [M, K]`` times rows ``FIRST ...`` of a stored ``[ROWS, DIM]``, ``[M, WIDTH]``."""
-    if tl.float32 == DOT and a.shape[1] > LOADED:
-        HALF: tl.constexpr = a.shape[1] // 2
-        one, two = _halves(a)
-        result = dot_rows(one, start, FIRST, ROWS, DIM, WIDTH, DOT)
-        return result + dot_rows(two, start, FIRST + HALF, ROWS, DIM, WIDTH, DOT)
+def columns_of(a, first, COUNT: tl.constexpr):
+    """Columns ``first ...`` of ``a [M, K]``, ``[M, COUNT]``."""
+    column = first + tl.arange(0, COUNT)
+    return tl.gather(a, tl.broadcast_to(column[None, :], [a.shape[0], COUNT]), 1)
+
+
+@device
+def dot_rows(a, start, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr):
+    """``a [M, K]`` times a stored ``[ROWS, DIM]``, ``[M, WIDTH]``."""
+    column = tl.arange(0, WIDTH)
+    if tl.float32 == DOT and a.shape[1] > DEPTH:
+        result = tl.full([a.shape[0], WIDTH], 0, tl.float32)
+        for first in range(0, ROWS, DEPTH):
+            row = first + tl.arange(0, DEPTH)
+            inside = (row < ROWS)[:, None] & (column < DIM)[None, :]
+            some = columns_of(a, first, DEPTH)
+            result += dot(some, tl.load(start + row[:, None] * DIM + column[None, :], mask=inside, other=0), DOT)
+        return result
     else:
-        row, column = FIRST + tl.arange(0, a.shape[1]), tl.arange(0, WIDTH)
+        row = tl.arange(0, a.shape[1])
         inside = (row < ROWS)[:, None] & (column < DIM)[None, :]
         return dot(a, tl.load(start + row[:, None] * DIM + column[None, :], mask=inside, other=0), DOT)

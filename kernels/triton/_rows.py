@@ -15,7 +15,7 @@ import triton.language as tl
 
 from dkv.types import CompressedBlocks, code_bytes, code_parts
 
-from ._dots import DEPTH, device, dot, max_of, sum_of
+from ._dots import DEPTH, columns_of, device, dot, max_of, sum_of
 
 CODED = tl.constexpr(64)  # columns of a float32 dot with codes that are held at a time
 HALF_WIDE = tl.constexpr(128)  # columns of a dot of 16 bits that are held at a time
@@ -296,6 +296,14 @@ def _basis_columns(
 
 
 @device
+def _factors(u, rows, live, first, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Ranks ``first ...`` of ``rows [R]`` of a block's ``u``, ``[R, RANKS]`` in their own dtype."""
+    rank = first + tl.arange(0, RANKS)
+    inside = live[:, None] & (rank < RANK)[None, :]
+    return tl.load(u + rows[:, None] * RANK + rank[None, :], mask=inside, other=0)
+
+
+@device
 def lowrank_logits(
     ranked, anchor, u, u_scale, rows, live, RANK: tl.constexpr, RANKS: tl.constexpr, DOT: tl.constexpr
 ):
@@ -303,10 +311,14 @@ def lowrank_logits(
 
     ``ranked [M, RANKS]`` are the queries in its rank space, ``anchor [M]`` the anchor's logits.
     """
-    rank = tl.arange(0, RANKS)
-    inside = live[:, None] & (rank < RANK)[None, :]
-    factors = tl.load(u + rows[:, None] * RANK + rank[None, :], mask=inside, other=0)
-    products = dot(ranked, tl.trans(factors), DOT)
+    factors = _factors(u, rows, live, 0, RANK, RANKS)
+    if tl.float32 == DOT and RANKS > DEPTH:
+        products = tl.full([ranked.shape[0], rows.shape[0]], 0, tl.float32)
+        for first in range(0, RANK, DEPTH):
+            some = columns_of(ranked, first, DEPTH)
+            products += dot(some, tl.trans(_factors(u, rows, live, first, RANK, DEPTH)), DOT)
+    else:
+        products = dot(ranked, tl.trans(factors), DOT)
     step = tl.full([rows.shape[0]], 1, tl.float32)
     if u_scale is not None:
         step = tl.load(u_scale + rows, mask=live, other=0.0).to(tl.float32)

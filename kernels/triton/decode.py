@@ -72,7 +72,8 @@ def tiling(
     else is attended there is a split of the window without rows, so that every call has a state.
     """
     dim = power_of_two(max(head_dim, head_dim_v), 16)
-    block_m = min(power_of_two(rows, 16), max(16, (2048 if wide or rank else 4096) // max(dim, power_of_two(rank))), 64)
+    most = 16 if wide else max(16, (2048 if rank else 4096) // max(dim, power_of_two(rank)))
+    block_m = min(power_of_two(rows, 16), most, 64)
     slots = max(1, SPLIT_ROWS // max(block_size, 1), -(-width // MOST_SPLITS))
     tiles = -(-rows // block_m)
     window_rows = max(SPLIT_ROWS, 64 * -(-window * tiles // (64 * MOST_SPLITS)))
@@ -84,9 +85,11 @@ def tiling(
     tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if large else 32)
     held = block_m * max(dim, 2 * power_of_two(rank))
     heavy = wide or held > 2048 or (held == 2048 and (rank > 0 or uneven))
-    num_stages, maxnreg = (1, 255) if wide or dim > 128 else (2, None)
-    num_warps = 8 if heavy else 4
-    return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, num_warps, num_stages, maxnreg)
+    num_stages = 1 if dim > 128 or wide else 2
+    maxnreg = 255 if dim > 128 or wide else None
+    return Tiling(
+        block_m, tile, slots, slot_splits, window_rows, window_splits, 8 if heavy else 4, num_stages, maxnreg
+    )
 
 
 def workspace_size(
