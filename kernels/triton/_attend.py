@@ -63,7 +63,7 @@ def _lowrank_rows(
         mass = mass * keep + sum_of(weight, 1)
         if RANK:
             sums = sums * keep[:, None] + dot(weight * step[None, :], factors, DOT)
-    acc += mass[:, None] * load_vector(anchor_v + head * DIM_V, True, DIM_V, WIDTH_V)[None, :]
+    acc += mass[:, None] * anchor_v[None, :]
     if RANK:
         rank = tl.arange(0, RANKS)
         gain = unit / tl.load(v_gain + place)
@@ -177,14 +177,14 @@ def attend(
                     if LOWRANK or CODED:
                         anchor = sum_of(query * load_vector(anchor_k + here * DIM, True, DIM, WIDTH)[None, :], 1)
                     if LOWRANK:
+                        value = load_vector(anchor_v + here * DIM_V, True, DIM_V, WIDTH_V)
                         if EVERY:
-                            value = load_vector(anchor_v + here * DIM_V, True, DIM_V, WIDTH_V)
                             logit = capped(anchor, softcap, SOFTCAP)
                             peak, total, keep, weight = softmax_step_one(peak, total, logit)
                             acc = acc * keep[:, None] + weight[:, None] * value[None, :]
                         else:
                             peak, total, acc = _lowrank_rows(
-                                peak, total, acc, query, start, alive, q_column, sm_scale, anchor, anchor_v, place,
+                                peak, total, acc, query, start, alive, q_column, sm_scale, anchor, value, place,
                                 here, u, u_scale, u_unit, basis_k, basis_k_scale, basis_v, basis_v_scale, v_gain,
                                 positions, softcap,
                                 DIM, DIM_V, WIDTH, WIDTH_V, BLOCK_SIZE, RANK, RANKS, KEPT, KEPTS, BLOCK_M, TILE,

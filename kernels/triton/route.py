@@ -290,7 +290,7 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
         "ROWS": tiles.rows,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
-        "maxnreg": 255 if wide else None,
+        "maxnreg": 255 if wide and router != "minmax" else None,
     }
     parts = {name: part.contiguous() for name, part in blocks.parts()}
     if router == "minmax":
