@@ -17,6 +17,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from bench.launches import Launch
+from dkv.kernels.triton._launch import options_of
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -46,12 +47,13 @@ class Specialised(NamedTuple):
 def specialised(launch: Launch, target: GPUTarget) -> Specialised:
     """Signature, constants and attributes that the JIT would compile this launch with."""
     kernel, backend = launch.kernel, make_backend(target)
+    given = options_of(launch.options, target.backend == "hip")
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, rest = binder(*launch.arguments, **launch.options)
-    packed = kernel._pack_args(backend, dict(launch.options), bound, specialization, rest)
+    bound, specialization, rest = binder(*launch.arguments, **given)
+    packed = kernel._pack_args(backend, dict(given), bound, specialization, rest)
     options, signature, constants, attributes = packed
     source = ASTSource(kernel, signature, constants, attributes)
-    warps = {name: launch.options[name] for name in ("num_warps", "num_stages")}
+    warps = {name: given.get(name) for name in ("num_warps", "num_stages", "maxnreg")}
     return Specialised(f"{launch.name} {specialization} {warps}", source, options.__dict__)
 
 

@@ -111,6 +111,6 @@ def test_triton_configurations_hold_what_they_say() -> None:
         assert not tiles.fused or tiles.block >= total
         assert not tiles.fused or tiles.block * tiles.queries * maxed <= 2 * kernels().REGISTERS
     for rows, size, dim in ((1, 256, 128), (7, 11, 3), (4096, 256, 256), (64, 1, 80)):
-        tiles = route.config(2, 5, 8, rows, size, dim, False, False)
+        tiles = route.config(2, 5, 8, rows, size, dim, True, True, False)
         assert 128 % tiles.tile == 0 and 1 <= tiles.heads <= 8 and tiles.rows >= 16
         assert prefill.config(rows, size, dim, False).rows >= 16

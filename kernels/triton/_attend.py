@@ -7,43 +7,29 @@ import triton.language as tl
 
 from dkv.types import RESIDUAL_GROUP
 
+from ._dots import device, dot, dot_rows, max_of, min_of, rounded, sum_of
 from ._rows import (
     NONE,
     capped,
-    code_queries,
-    device,
-    dot,
-    dot_rows,
+    coded_logits,
     is_kept,
     load_codes,
     load_columns,
-    load_ordered,
-    load_u,
     load_vector,
-    max_of,
-    min_of,
+    lowrank_logits,
+    plain_logits,
     rank_queries,
-    rounded,
     softmax_step,
     softmax_step_one,
-    sum_of,
 )
 
 GROUP = tl.constexpr(RESIDUAL_GROUP)
 
 
 @device
-def _held(q, peak, DOT: tl.constexpr):
-    """``q``, of which the compiler thinks that ``peak`` may change it: else registers hold it for all tiles at once."""
-    if tl.float32 == DOT and q.shape[1] > 64:
-        q = tl.where((peak == -NONE)[:, None], 0.0, q)  # such a row is NaN already
-    return q
-
-
-@device
 def _lowrank_rows(
-    peak, total, acc, q, anchor, anchor_v, place, head, u, u_scale, u_unit, basis_k, basis_k_scale, basis_v,
-    basis_v_scale, v_gain, positions, softcap,
+    peak, total, acc, q, start, alive, q_column, sm_scale, anchor, anchor_v, place, head, u, u_scale, u_unit,
+    basis_k, basis_k_scale, basis_v, basis_v_scale, v_gain, positions, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     RANK: tl.constexpr, RANKS: tl.constexpr, KEPT: tl.constexpr, KEPTS: tl.constexpr, BLOCK_M: tl.constexpr,
     TILE: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
@@ -53,9 +39,10 @@ def _lowrank_rows(
     unit = tl.load(u_unit + place)
     mass = tl.full([BLOCK_M], 0, tl.float32)
     if RANK:
-        query = rank_queries(
-            q, basis_k + head * (RANK * DIM), basis_k_scale if basis_k_scale is None else basis_k_scale + place * RANK,
-            unit, DIM, WIDTH, RANK, RANKS, SCALED, DOT,
+        ranked = rank_queries(
+            q, start, alive, q_column, sm_scale, basis_k + head * (RANK * DIM),
+            basis_k_scale if basis_k_scale is None else basis_k_scale + place * RANK, unit,
+            DIM, WIDTH, RANK, RANKS, DOT,
         )  # fmt: skip
         sums = tl.full([BLOCK_M, RANKS], 0, tl.float32)
     for first in range(0, BLOCK_SIZE, TILE):
@@ -63,36 +50,33 @@ def _lowrank_rows(
         live = rows < BLOCK_SIZE
         if KEPT:
             live = live & (is_kept(rows, positions + place * KEPT, KEPT, KEPTS) == 0)
-        logits = tl.broadcast_to(anchor[:, None], [BLOCK_M, TILE])
         if RANK:
-            factors = load_u(u + place * (BLOCK_SIZE * RANK), rows, live, RANK, RANKS)
-            products = dot(_held(query, peak, DOT), tl.trans(factors), DOT)
-            if SCALED:
-                step = tl.load(u_scale + place * BLOCK_SIZE + rows, mask=live, other=0.0).to(tl.float32)
-                products *= step[None, :]
-            logits += products
+            logits, factors, step = lowrank_logits(
+                ranked, anchor, u + place * (BLOCK_SIZE * RANK),
+                u_scale if u_scale is None else u_scale + place * BLOCK_SIZE, rows, live, RANK, RANKS, DOT,
+            )  # fmt: skip
+        else:
+            logits = tl.broadcast_to(anchor[:, None], [BLOCK_M, TILE])
         logits = tl.where(live[None, :], capped(logits, softcap, SOFTCAP), NONE)
         peak, total, keep, weight = softmax_step(peak, total, logits)
         acc *= keep[:, None]
         mass = mass * keep + sum_of(weight, 1)
         if RANK:
-            if SCALED:
-                weight *= step[None, :]
-            sums = sums * keep[:, None] + dot(weight, factors, DOT)
+            sums = sums * keep[:, None] + dot(weight * step[None, :], factors, DOT)
     acc += mass[:, None] * anchor_v[None, :]
     if RANK:
         rank = tl.arange(0, RANKS)
         gain = unit / tl.load(v_gain + place)
         if SCALED:
             sums *= tl.load(basis_v_scale + place * RANK + rank, mask=rank < RANK, other=0.0)[None, :]
-        acc += dot_rows(sums * gain, basis_v + head * (RANK * DIM_V), 0, RANK, DIM_V, WIDTH_V, DOT)
+        acc += dot_rows(sums * gain, basis_v + head * (RANK * DIM_V), RANK, DIM_V, WIDTH_V, DOT)
     return peak, total, acc
 
 
 @device
 def _coded_rows(
-    peak, total, acc, q, anchor, head, residual_k, k_scale, k_min, k_unit, residual_v, v_scale, v_min, v_unit,
-    softcap,
+    peak, total, acc, q, start, alive, q_column, order, sm_scale, anchor, head, residual_k, k_scale, k_min, k_unit,
+    residual_v, v_scale, v_min, v_unit, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, KEPT: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_VECTOR: tl.constexpr, K_BYTES: tl.constexpr, V_BITS: tl.constexpr,
     V_PLANES: tl.constexpr, V_VECTOR: tl.constexpr, V_BYTES: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -105,14 +89,10 @@ def _coded_rows(
         rows = first + tl.arange(0, TILE)
         live = rows < KEPT
         group = head * GROUPS + first // GROUP
-        query, constant = code_queries(q, k_scale + group * DIM, k_min + group * DIM, unit, DIM, WIDTH)
-        logits = tl.broadcast_to((anchor + constant)[:, None], [q.shape[0], TILE])
-        if K_PLANES:
-            codes = load_codes(
-                residual_k + head * (KEPT * K_BYTES), rows, live,
-                DIM, WIDTH, K_BITS, K_PLANES, K_VECTOR, K_BYTES,
-            )  # fmt: skip
-            logits += dot(query, tl.trans(codes), DOT)
+        logits = anchor[:, None] + coded_logits(
+            q, start, alive, q_column, order, sm_scale, residual_k + head * (KEPT * K_BYTES), rows, live,
+            k_scale + group * DIM, k_min + group * DIM, unit, DIM, WIDTH, K_BITS, K_PLANES, K_VECTOR, K_BYTES, DOT,
+        )  # fmt: skip
         logits = tl.where(live[None, :], capped(logits, softcap, SOFTCAP), NONE)
         peak, total, keep, weight = softmax_step(peak, total, logits)
         low = load_vector(v_min + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
@@ -120,7 +100,7 @@ def _coded_rows(
         if V_PLANES:
             step = load_vector(v_scale + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
             codes = load_codes(
-                residual_v + head * (KEPT * V_BYTES), rows, live,
+                residual_v + head * (KEPT * V_BYTES), rows, live, 0,
                 DIM_V, WIDTH_V, V_BITS, V_PLANES, V_VECTOR, V_BYTES,
             )  # fmt: skip
             acc += dot(weight, codes, DOT) * step[None, :]
@@ -129,7 +109,8 @@ def _coded_rows(
 
 @device
 def _plain_rows(
-    peak, total, acc, q, first, stop, earliest, latest, k, k_row, k_column, v, v_row, v_column, softcap,
+    peak, total, acc, q, start, alive, q_column, sm_scale, first, stop, earliest, latest,
+    k, k_row, k_column, v, v_row, v_column, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, TILE: tl.constexpr,
     BOUNDED: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -141,11 +122,10 @@ def _plain_rows(
         seen = seen & (rows[None, :] <= latest[:, None]) & (rows[None, :] >= earliest[:, None])
         live = max_of(seen.to(tl.int32), 0) > 0
     wide = rows.to(tl.int64)
-    keys = load_columns(k + wide * k_row, live, k_column, DIM, WIDTH)
-    logits = dot(_held(q, peak, DOT), tl.trans(keys), DOT)
+    logits = plain_logits(q, start, alive, q_column, sm_scale, k + wide * k_row, live, k_column, DIM, WIDTH, DOT)
     logits = tl.where(seen, capped(logits, softcap, SOFTCAP), NONE)
     peak, total, keep, weight = softmax_step(peak, total, logits)
-    values = load_columns(v + wide * v_row, live, v_column, DIM_V, WIDTH_V)
+    values = load_columns(v + wide * v_row, live, v_column, None, 0, DIM_V, WIDTH_V)
     return peak, total, acc * keep[:, None] + dot(weight, values, DOT)
 
 
@@ -174,7 +154,7 @@ def attend(
     query_head = head * GROUP_SIZE + row // length
     index = row % length
     start = q + sequence * q_batch + query_head * q_head + index.to(tl.int64) * q_row
-    query = load_columns(start, alive, q_column, DIM, WIDTH) * sm_scale
+    query = load_columns(start, alive, q_column, None, 0, DIM, WIDTH) * sm_scale
 
     peak = tl.full([BLOCK_M], NONE, tl.float32)
     total = tl.full([BLOCK_M], 0, tl.float32)
@@ -204,17 +184,20 @@ def attend(
                             acc = acc * keep[:, None] + weight[:, None] * value[None, :]
                         else:
                             peak, total, acc = _lowrank_rows(
-                                peak, total, acc, query, anchor, value, place, here, u, u_scale, u_unit, basis_k,
-                                basis_k_scale, basis_v, basis_v_scale, v_gain, positions, softcap,
+                                peak, total, acc, query, start, alive, q_column, sm_scale, anchor, value, place,
+                                here, u, u_scale, u_unit, basis_k, basis_k_scale, basis_v, basis_v_scale, v_gain,
+                                positions, softcap,
                                 DIM, DIM_V, WIDTH, WIDTH_V, BLOCK_SIZE, RANK, RANKS, KEPT, KEPTS, BLOCK_M, TILE,
                                 SOFTCAP, FACTORS_DOT,
                             )  # fmt: skip
                     if RESIDUAL and CODED:
+                        order = k_order if k_order is None else k_order + here * DIM
                         ordered = query
-                        if k_order is not None:
-                            ordered = load_ordered(start, alive, q_column, k_order + here * DIM, DIM, WIDTH) * sm_scale
+                        if order is not None:
+                            ordered = load_columns(start, alive, q_column, order, 0, DIM, WIDTH) * sm_scale
                         peak, total, acc = _coded_rows(
-                            peak, total, acc, ordered, anchor, here, residual_k, k_scale, k_min, k_unit,
+                            peak, total, acc, ordered, start, alive, q_column, order, sm_scale, anchor, here,
+                            residual_k, k_scale, k_min, k_unit,
                             residual_v, v_scale, v_min, v_unit, softcap,
                             DIM, DIM_V, WIDTH, WIDTH_V, KEPT, K_BITS, K_PLANES, K_VECTOR, K_BYTES,
                             V_BITS, V_PLANES, V_VECTOR, V_BYTES, TILE, SOFTCAP, ROWS_DOT,
@@ -222,7 +205,7 @@ def attend(
                     if RESIDUAL and not CODED:
                         for first in range(0, KEPT, TILE):
                             peak, total, acc = _plain_rows(
-                                peak, total, acc, query, first, KEPT, row, row,
+                                peak, total, acc, query, start, alive, q_column, sm_scale, first, KEPT, row, row,
                                 residual_k + here * (KEPT * DIM), DIM, 1, residual_v + here * (KEPT * DIM_V), DIM_V, 1,
                                 softcap, DIM, DIM_V, WIDTH, WIDTH_V, TILE, False, SOFTCAP, ROWS_DOT,
                             )  # fmt: skip
@@ -245,7 +228,7 @@ def attend(
             values_here = v_window + sequence * v_batch + head * v_head
             for first in range(begin // TILE * TILE, stop, TILE):
                 peak, total, acc = _plain_rows(
-                    peak, total, acc, query, first, stop, earliest, latest,
+                    peak, total, acc, query, start, alive, q_column, sm_scale, first, stop, earliest, latest,
                     keys_here, k_row, k_column, values_here, v_row, v_column, softcap,
                     DIM, DIM_V, WIDTH, WIDTH_V, TILE, True, SOFTCAP, WINDOW_DOT,
                 )  # fmt: skip

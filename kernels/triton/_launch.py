@@ -20,16 +20,24 @@ recorder: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    num_warps: int,
+    num_stages: int,
+    maxnreg: int | None = None,
+    **constants: Any,
 ) -> None:
     """Start ``kernel`` over ``grid``; a grid without programs starts nothing.
+
+    ``num_warps`` and ``maxnreg`` are for NVIDIA's GPUs: see :func:`options_of`.
 
     Raises
     ------
     ValueError
         When tensors lie in CPU memory and kernels were not interpreted from the start.
     """
-    options = {**constants, "num_warps": num_warps, "num_stages": num_stages}
+    options = {**constants, "num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     if 0 in grid:
         return
     if recorder is not None:
@@ -44,7 +52,17 @@ def launch(
                 )
     device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
     with _alone, torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
-        kernel[grid](*arguments, **options)
+        kernel[grid](*arguments, **options_of(options, torch.version.hip is not None))
+
+
+def options_of(options: dict[str, Any], hip: bool) -> dict[str, Any]:
+    """What a launch is compiled with.
+
+    ``maxnreg`` are the registers of a thread that NVIDIA's assembler uses before it spills. AMD's has no such option;
+    there a warp has 64 threads, and more than 4 of them leave each but 256 registers.
+    """
+    options = {name: value for name, value in options.items() if name != "maxnreg" or (value is not None and not hip)}
+    return {**options, "num_warps": min(options["num_warps"], 4)} if hip else options
 
 
 def dot_dtype(*tensors: Tensor) -> tl.dtype:

@@ -1,4 +1,4 @@
-"""What the kernels share: products in float32, rounding, the running softmax, and logits of stored rows.
+"""What the kernels share: queries, the running softmax, and logits of stored rows.
 
 Codes are multiplied as they are stored. A code of place ``s`` of the stored order is put together from its parts, whole
 fields of some bytes; a row's logit is then the anchor's, a constant of its scale group, and one product of the codes
@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import triton
 import triton.language as tl
 
 from dkv.types import CompressedBlocks, code_bytes, code_parts
 
-from ._launch import INTERPRETED
+from ._dots import DEPTH, columns_of, device, dot, max_of, sum_of
 
-ON_CPU = tl.constexpr(INTERPRETED)
+CODED = tl.constexpr(64)  # columns of a float32 dot with codes that are held at a time
+HALF_WIDE = tl.constexpr(128)  # columns of a dot of 16 bits that are held at a time
 NONE = tl.constexpr(-math.inf)  # the logit of a row that is not there
-DEPTH = tl.constexpr(16)  # of a dot of float32 outside of matrix units, whose threads hold whole rows and columns
-LOADED = tl.constexpr(32)  # rows or columns of a basis that are held at a time in float32
 WIDEST_LOAD = 16  # bytes that one thread takes at a time
 
 
@@ -78,117 +75,6 @@ def value_codes(blocks: CompressedBlocks) -> Codes:
     return code_layout(blocks.format.value_segments(blocks.head_dim_v))
 
 
-def _light(made: Any) -> Any:
-    """A jitted function that kernels call; the interpreter would patch the whole language again at each call."""
-    return made.rewrite() if hasattr(made, "rewrite") else made
-
-
-def device(fn: Callable[..., Any]) -> Any:
-    """``triton.jit`` for functions that only kernels call."""
-    return _light(triton.jit(fn))
-
-
-sum_of, max_of, min_of = _light(tl.sum), _light(tl.max), _light(tl.min)
-
-
-@device
-def _halves(x):
-    """Columns ``[M, K / 2]`` of ``x [M, K]``, twice."""
-    HALF: tl.constexpr = x.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
-
-
-@device
-def _wide_dot(a, b):
-    """``a [M, K]`` times ``b [K, N]`` in float32, some ``K`` at a time."""
-    if ON_CPU or a.shape[1] <= DEPTH:
-        return tl.dot(a, b, input_precision="ieee")
-    else:
-        left, right = _halves(a), _halves(tl.trans(b))
-        return _wide_dot(left[0], tl.trans(right[0])) + _wide_dot(left[1], tl.trans(right[1]))
-
-
-@device
-def _code_dot(a, b):
-    """``a [M, K]`` float32, as three numbers of 8 bits, times ``b [K, N]`` bfloat16."""
-    high = a.to(tl.bfloat16)
-    rest = a - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-    return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b)))
-
-
-@device
-def dot(a, b, DOT: tl.constexpr):
-    """``a [M, K]`` float32 times ``b [K, N]``, which is exact in ``DOT``; float32.
-
-    In 16 bits ``a`` goes in as two numbers, so that its rounding stays near float32's; where ``DOT`` is float32 and
-    ``b`` are codes, which bfloat16 holds, as three, which are all of it.
-    """
-    if tl.float32 == DOT:
-        if ON_CPU or not b.dtype.is_int():
-            return _wide_dot(a, b.to(tl.float32))
-        return _code_dot(a, b.to(tl.bfloat16))
-    else:
-        b = b.to(DOT)
-        if tl.float16 == DOT:
-            top = max_of(tl.abs(a), 1).to(tl.int32, bitcast=True) >> 23  # exponents, biased by 127
-            top = tl.minimum(tl.maximum(top, 1), 253)
-            a = a * ((254 - top) << 23).to(tl.float32, bitcast=True)[:, None]
-            high = a.to(DOT)
-            both = tl.dot(high, b) + tl.dot((a - high.to(tl.float32)).to(DOT), b)
-            return both * (top << 23).to(tl.float32, bitcast=True)[:, None]
-        else:
-            high = a.to(DOT)
-            return tl.dot((a - high.to(tl.float32)).to(DOT), b, tl.dot(high, b))
-
-
-@device
-def rounded(x, DTYPE: tl.constexpr):
-    """Float32 ``x`` in ``DTYPE``, to nearest even; what lies beyond its range becomes its largest number."""
-    if tl.bfloat16 == DTYPE or tl.float16 == DTYPE:
-        MOST: tl.constexpr = 65504.0 if tl.float16 == DTYPE else 3.3895313892515355e38
-        x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
-    if ON_CPU and tl.bfloat16 == DTYPE:  # the interpreter cuts bits off
-        bits = x.to(tl.int32, bitcast=True)
-        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = tl.where(x == x, even.to(tl.float32, bitcast=True), x)
-    return x.to(DTYPE)
-
-
-@device
-def dot_columns(
-    a, start, FIRST: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr, DIM: tl.constexpr, DOT: tl.constexpr
-):
-    """``a [M, K]`` times columns ``FIRST ...`` of a stored ``[ROWS, DIM]`` that is turned, ``[M, HEIGHT]``."""
-    if tl.float32 == DOT and a.shape[1] > LOADED and not ON_CPU:
-        HALF: tl.constexpr = a.shape[1] // 2
-        one, two = _halves(a)
-        result = dot_columns(one, start, FIRST, ROWS, HEIGHT, DIM, DOT)
-        return result + dot_columns(two, start, FIRST + HALF, ROWS, HEIGHT, DIM, DOT)
-    else:
-        row, column = tl.arange(0, HEIGHT), FIRST + tl.arange(0, a.shape[1])
-        inside = (row < ROWS)[:, None] & (column < DIM)[None, :]
-        b = tl.load(start + row[:, None] * DIM + column[None, :], mask=inside, other=0)
-        return dot(a, tl.trans(b), DOT)
-
-
-@device
-def dot_rows(
-    a, start, FIRST: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
-):
-    """``a [M, K]`` times rows ``FIRST ...`` of a stored ``[ROWS, DIM]``, ``[M, WIDTH]``."""
-    if tl.float32 == DOT and a.shape[1] > LOADED and not ON_CPU:
-        HALF: tl.constexpr = a.shape[1] // 2
-        one, two = _halves(a)
-        result = dot_rows(one, start, FIRST, ROWS, DIM, WIDTH, DOT)
-        return result + dot_rows(two, start, FIRST + HALF, ROWS, DIM, WIDTH, DOT)
-    else:
-        row, column = FIRST + tl.arange(0, a.shape[1]), tl.arange(0, WIDTH)
-        inside = (row < ROWS)[:, None] & (column < DIM)[None, :]
-        return dot(a, tl.load(start + row[:, None] * DIM + column[None, :], mask=inside, other=0), DOT)
-
-
 @device
 def capped(logits, softcap, SOFTCAP: tl.constexpr):
     """``softcap * tanh(logits / softcap)`` where ``SOFTCAP``."""
@@ -227,18 +113,15 @@ def softmax_step_one(peak, total, logit):
 
 
 @device
-def load_columns(start, live, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows at the pointers ``start [M]``, ``[M, WIDTH]`` in float32, zero beyond ``live`` and ``DIM``."""
-    column = tl.arange(0, WIDTH)
-    keep = live[:, None] & (column < DIM)[None, :]
-    return tl.load(start[:, None] + column[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
+def load_columns(start, live, stride, order, first, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns ``first ...`` of rows at the pointers ``start [M]``, ``[M, WIDTH]`` float32, zero beyond them.
 
-
-@device
-def load_ordered(start, live, stride, order, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """As :func:`load_columns`, column ``s`` from the channel at ``order + s``, the stored order."""
-    column = tl.arange(0, WIDTH)
-    channel = tl.load(order + column, mask=column < DIM, other=0).to(tl.int64)
+    Column ``s`` is the channel at ``order + s``, the stored order, where that is given.
+    """
+    column = first + tl.arange(0, WIDTH)
+    channel = column.to(tl.int64)
+    if order is not None:
+        channel = tl.load(order + column, mask=column < DIM, other=0).to(tl.int64)
     keep = live[:, None] & (column < DIM)[None, :]
     return tl.load(start[:, None] + channel[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
 
@@ -251,22 +134,21 @@ def load_vector(start, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @device
-def _equal_part(row, keep, DIM: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+def _equal_part(row, place, keep, DIM: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr):
     """The part of ``PART`` bits of codes of ``BITS`` bits, in its place within the code."""
     BYTES: tl.constexpr = (DIM * PART + 7) // 8
     WIDER: tl.constexpr = BITS & (16 - 2 * PART)
     FIRST: tl.constexpr = (
         ((WIDER >> 3) & 1) * DIM + ((WIDER >> 2) & 1) * ((DIM + 1) // 2) + ((WIDER >> 1) & 1) * ((DIM + 3) // 4)
     )
-    place = tl.arange(0, WIDTH)
     field = tl.load(row + (FIRST + place % BYTES)[None, :], mask=keep, other=0).to(tl.int32)
     field = (field >> ((PART * (place // BYTES)) & 7)[None, :]) & ((1 << PART) - 1)
     return field << (BITS & (PART - 1))
 
 
 @device
-def _mixed_part(byte, shift, mask, left, plane: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
-    """What the places of a run of channels take from a plane; ``RUN`` is an entry of :func:`code_layout`."""
+def _mixed_part(place, byte, shift, mask, left, plane: tl.constexpr, RUN: tl.constexpr):
+    """What those of ``place`` in a run of channels take from a plane; ``RUN`` is an entry of :func:`code_layout`."""
     START: tl.constexpr = RUN & 511
     COUNT: tl.constexpr = (RUN >> 9) & 511
     FIRST: tl.constexpr = (RUN >> 18) & 511
@@ -274,7 +156,6 @@ def _mixed_part(byte, shift, mask, left, plane: tl.constexpr, RUN: tl.constexpr,
     PART: tl.constexpr = (RUN >> 36) & 15
     LEFT: tl.constexpr = (RUN >> 40) & 7
     if plane == (RUN >> 43) & 3:
-        place = tl.arange(0, WIDTH)
         inside = (place >= START) & (place < START + COUNT)
         channel = place - START
         byte = tl.where(inside, FIRST + channel % SIZE, byte)
@@ -286,30 +167,23 @@ def _mixed_part(byte, shift, mask, left, plane: tl.constexpr, RUN: tl.constexpr,
 
 @device
 def load_codes(
-    start,
-    rows,
-    live,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    PLANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-):
-    """Codes ``[R, WIDTH]`` int32 of ``rows [R]`` from ``start``, in stored order; zero beyond ``live`` and ``DIM``."""
-    place = tl.arange(0, WIDTH)
+    start, rows, live, first, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
+    VECTOR: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Codes ``[R, WIDTH]`` int32 of places ``first ...`` of ``rows [R]`` in stored order, zero beyond them."""
+    place = first + tl.arange(0, WIDTH)
     row = start + rows.to(tl.int64)[:, None] * ROW_BYTES
     keep = live[:, None] & (place < DIM)[None, :]
     codes = tl.full([rows.shape[0], WIDTH], 0, tl.int32)
     if BITS <= 8:
         if BITS & 8:
-            codes |= _equal_part(row, keep, DIM, BITS, 8, WIDTH)
+            codes |= _equal_part(row, place, keep, DIM, BITS, 8)
         if BITS & 4:
-            codes |= _equal_part(row, keep, DIM, BITS, 4, WIDTH)
+            codes |= _equal_part(row, place, keep, DIM, BITS, 4)
         if BITS & 2:
-            codes |= _equal_part(row, keep, DIM, BITS, 2, WIDTH)
+            codes |= _equal_part(row, place, keep, DIM, BITS, 2)
         if BITS & 1:
-            codes |= _equal_part(row, keep, DIM, BITS, 1, WIDTH)
+            codes |= _equal_part(row, place, keep, DIM, BITS, 1)
     else:
         for plane in tl.static_range(PLANES):
             byte = place % VECTOR
@@ -317,7 +191,7 @@ def load_codes(
             mask = tl.full([WIDTH], 0, tl.int32)
             left = tl.full([WIDTH], 0, tl.int32)
             for run in tl.static_range((BITS >> 4) & 63):
-                byte, shift, mask, left = _mixed_part(byte, shift, mask, left, plane, BITS >> (48 * run + 16), WIDTH)
+                byte, shift, mask, left = _mixed_part(place, byte, shift, mask, left, plane, BITS >> (48 * run + 16))
             byte = tl.max_contiguous(tl.multiple_of(byte, VECTOR), VECTOR)
             field = tl.load(row + byte[None, :], mask=keep, other=0).to(tl.int32)
             codes |= ((field << 8) >> (8 + shift - left)[None, :]) & (mask << left)[None, :]
@@ -325,45 +199,131 @@ def load_codes(
 
 
 @device
-def code_queries(q, scale, low, unit, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Queries ``[M, WIDTH]`` that meet the codes of one scale group, and the constant ``[M]`` of its rows' logits.
+def plain_logits(
+    q, start, alive, stride, scale, keys, live, k_stride, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
+):
+    """Logits ``[M, R]`` of plain rows at the pointers ``keys [R]``.
 
-    ``q [M, WIDTH]`` is in stored order and carries the logit scale; ``scale`` and ``low`` point to the group's
-    float16 numbers. The logit of a row is the anchor's, the constant and the product of the queries with its codes.
+    ``q [M, WIDTH]`` are the queries at the pointers ``start [M]`` times ``scale``. Where they are too wide for
+    registers, some columns are loaded again at a time.
     """
-    column = tl.arange(0, WIDTH)
-    step = tl.load(scale + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
-    bias = tl.load(low + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
-    return q * step[None, :], sum_of(q * bias[None, :], 1)
+    PIECE: tl.constexpr = DEPTH if tl.float32 == DOT else HALF_WIDE
+    if WIDTH <= PIECE:
+        return dot(q, tl.trans(load_columns(keys, live, k_stride, None, 0, DIM, WIDTH)), DOT)
+    else:
+        logits = tl.full([start.shape[0], keys.shape[0]], 0, tl.float32)
+        for first in range(0, DIM, PIECE):
+            some = load_columns(start, alive, stride, None, first, DIM, PIECE) * scale
+            logits += dot(some, tl.trans(load_columns(keys, live, k_stride, None, first, DIM, PIECE)), DOT)
+        return logits
+
+
+@device
+def coded_logits(
+    q, start, alive, stride, order, scale, codes_start, rows, live, k_scale, k_min, unit,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, VECTOR: tl.constexpr,
+    ROW_BYTES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Logits ``[M, R]``, less the anchor's, of ``rows [R]`` of one scale group.
+
+    ``q [M, WIDTH]`` is in stored order; ``k_scale`` and ``k_min`` point to the group's float16 numbers. Else as
+    :func:`plain_logits`.
+    """
+    PIECE: tl.constexpr = CODED if tl.float32 == DOT else HALF_WIDE
+    if WIDTH <= PIECE:
+        return _coded_part(
+            q, codes_start, rows, live, k_scale, k_min, unit, 0, DIM, WIDTH, BITS, PLANES, VECTOR, ROW_BYTES, DOT
+        )
+    else:
+        logits = tl.full([start.shape[0], rows.shape[0]], 0, tl.float32)
+        for first in range(0, DIM, PIECE):
+            some = load_columns(start, alive, stride, order, first, DIM, PIECE) * scale
+            logits += _coded_part(
+                some, codes_start, rows, live, k_scale, k_min, unit, first, DIM, PIECE, BITS, PLANES, VECTOR,
+                ROW_BYTES, DOT,
+            )  # fmt: skip
+        return logits
+
+
+@device
+def _coded_part(
+    q, codes_start, rows, live, k_scale, k_min, unit, first, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, PLANES: tl.constexpr, VECTOR: tl.constexpr, ROW_BYTES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """What columns ``first ...`` add: the product with codes of queries that carry the scales, and a constant."""
+    column = first + tl.arange(0, WIDTH)
+    bias = tl.load(k_min + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
+    logits = tl.broadcast_to(sum_of(q * bias[None, :], 1)[:, None], [q.shape[0], rows.shape[0]])
+    if PLANES:
+        step = tl.load(k_scale + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
+        codes = load_codes(codes_start, rows, live, first, DIM, WIDTH, BITS, PLANES, VECTOR, ROW_BYTES)
+        logits += dot(q * step[None, :], tl.trans(codes), DOT)
+    return logits
 
 
 @device
 def rank_queries(
-    q,
-    basis,
-    basis_scale,
-    unit,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """``q [M, WIDTH]`` in the rank space of a block, ``[M, RANKS]``; ``basis`` points to ``[RANK, DIM]``."""
+    q, start, alive, stride, scale, basis, basis_scale, unit, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Queries in the rank space of a block, ``[M, RANKS]``; ``basis`` points to ``[RANK, DIM]``.
+
+    Else as :func:`plain_logits`.
+    """
+    PIECE: tl.constexpr = DEPTH if tl.float32 == DOT else HALF_WIDE
     rank = tl.arange(0, RANKS)
-    result = dot_columns(q, basis, 0, RANK, RANKS, DIM, DOT) * unit
-    if SCALED:
+    if WIDTH <= PIECE:
+        result = dot(q, tl.trans(_basis_columns(basis, 0, DIM, WIDTH, RANK, RANKS)), DOT)
+    else:
+        result = tl.full([start.shape[0], RANKS], 0, tl.float32)
+        for first in range(0, DIM, PIECE):
+            some = load_columns(start, alive, stride, None, first, DIM, PIECE) * scale
+            result += dot(some, tl.trans(_basis_columns(basis, first, DIM, PIECE, RANK, RANKS)), DOT)
+    result *= unit
+    if basis_scale is not None:
         result *= tl.load(basis_scale + rank, mask=rank < RANK, other=0.0)[None, :]
     return result
 
 
 @device
-def load_u(u, rows, live, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Stored rows of ``u``, ``[R, RANKS]`` in their own dtype."""
-    rank = tl.arange(0, RANKS)
+def _basis_columns(
+    basis, first, DIM: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr
+):
+    """Columns ``first ...`` of a stored basis, ``[RANKS, WIDTH]`` in its own dtype."""
+    rank, column = tl.arange(0, RANKS), first + tl.arange(0, WIDTH)
+    inside = (rank < RANK)[:, None] & (column < DIM)[None, :]
+    return tl.load(basis + rank[:, None] * DIM + column[None, :], mask=inside, other=0)
+
+
+@device
+def _factors(u, rows, live, first, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Ranks ``first ...`` of ``rows [R]`` of a block's ``u``, ``[R, RANKS]`` in their own dtype."""
+    rank = first + tl.arange(0, RANKS)
     inside = live[:, None] & (rank < RANK)[None, :]
     return tl.load(u + rows[:, None] * RANK + rank[None, :], mask=inside, other=0)
+
+
+@device
+def lowrank_logits(
+    ranked, anchor, u, u_scale, rows, live, RANK: tl.constexpr, RANKS: tl.constexpr, DOT: tl.constexpr
+):
+    """Logits ``[M, R]`` of low-rank ``rows [R]`` of a block, their factors ``[R, RANKS]`` and steps ``[R]``.
+
+    ``ranked [M, RANKS]`` are the queries in its rank space, ``anchor [M]`` the anchor's logits.
+    """
+    factors = _factors(u, rows, live, 0, RANK, RANKS)
+    if tl.float32 == DOT and RANKS > DEPTH:
+        products = tl.full([ranked.shape[0], rows.shape[0]], 0, tl.float32)
+        for first in range(0, RANK, DEPTH):
+            some = columns_of(ranked, first, DEPTH)
+            products += dot(some, tl.trans(_factors(u, rows, live, first, RANK, DEPTH)), DOT)
+    else:
+        products = dot(ranked, tl.trans(factors), DOT)
+    step = tl.full([rows.shape[0]], 1, tl.float32)
+    if u_scale is not None:
+        step = tl.load(u_scale + rows, mask=live, other=0.0).to(tl.float32)
+        products *= step[None, :]
+    return anchor[:, None] + products, factors, step
 
 
 @device

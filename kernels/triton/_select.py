@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._dots import device, max_of, sum_of
 from ._launch import launch, power_of_two
-from ._rows import NONE, device, max_of, sum_of
+from ._rows import NONE
 
 REGISTERS = 16384  # scores that one program holds
 RANKED = tl.constexpr(128)  # blocks that are ranked pair by pair

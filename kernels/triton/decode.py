@@ -42,6 +42,8 @@ class Tiling:
         Rows of the window of a split.
     window_splits : int
     num_warps, num_stages : int
+    maxnreg : int, optional
+        Registers of a thread, where the assembler would rather spill than use them.
     """
 
     block_m: int
@@ -52,6 +54,7 @@ class Tiling:
     window_splits: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None
 
     @property
     def splits(self) -> int:
@@ -69,7 +72,8 @@ def tiling(
     else is attended there is a split of the window without rows, so that every call has a state.
     """
     dim = power_of_two(max(head_dim, head_dim_v), 16)
-    block_m = min(power_of_two(rows, 16), max(16, (2048 if wide or rank else 4096) // max(dim, power_of_two(rank))), 64)
+    most = 16 if wide else max(16, (2048 if rank else 4096) // max(dim, power_of_two(rank)))
+    block_m = min(power_of_two(rows, 16), most, 64)
     slots = max(1, SPLIT_ROWS // max(block_size, 1), -(-width // MOST_SPLITS))
     tiles = -(-rows // block_m)
     window_rows = max(SPLIT_ROWS, 64 * -(-window * tiles // (64 * MOST_SPLITS)))
@@ -81,8 +85,11 @@ def tiling(
     tile = min(power_of_two(longest, 16), RESIDUAL_GROUP if INTERPRETED else 16 if large else 32)
     held = block_m * max(dim, 2 * power_of_two(rank))
     heavy = wide or held > 2048 or (held == 2048 and (rank > 0 or uneven))
-    num_stages = 1 if wide or dim > 128 else 2
-    return Tiling(block_m, tile, slots, slot_splits, window_rows, window_splits, 8 if heavy else 4, num_stages)
+    num_stages = 1 if dim > 128 or wide else 2
+    maxnreg = 255 if dim > 128 or wide else None
+    return Tiling(
+        block_m, tile, slots, slot_splits, window_rows, window_splits, 8 if heavy else 4, num_stages, maxnreg
+    )
 
 
 def workspace_size(
@@ -272,7 +279,7 @@ def _attention(
         *(k if keys else None, *(k.stride() if keys else none)),
         *(v if keys else None, *(v.stride() if keys else none)),
         *(_contiguous(seq_lens), _contiguous(sink), keys, window or 0, plan.window_rows, sm_scale, softcap or 1.0),
-        **options, **formats, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        **options, **formats, num_warps=plan.num_warps, num_stages=plan.num_stages, maxnreg=plan.maxnreg,
     )  # fmt: skip
     return (out, lse) if plan.splits == 1 else merge_parts(out, lse, q.dtype)
 

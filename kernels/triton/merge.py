@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._dots import rounded
 from ._launch import INTERPRETED, launch, power_of_two
-from ._rows import NONE, rounded
+from ._rows import NONE
 
 ROWS = 32 if INTERPRETED else 4  # of a program, whatever the batch
 

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._dots import device, max_of, rounded, sum_of
 from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
-from ._rows import NONE, capped, device, max_of, rounded, softmax_step, sum_of
+from ._rows import NONE, capped, softmax_step
 from ._select import Pins, select_scores
 
 KEY_SUB_BLOCK = 32

@@ -11,23 +11,19 @@ from torch import Tensor
 
 from dkv.types import RESIDUAL_GROUP, CompressedBlocks
 
+from ._dots import device, dot, max_of, sum_of
 from ._launch import dot_dtype, launch, power_of_two
 from ._rows import (
     NONE,
-    code_queries,
-    device,
-    dot,
+    coded_logits,
     is_kept,
     key_codes,
-    load_codes,
     load_columns,
-    load_ordered,
-    load_u,
     load_vector,
-    max_of,
+    lowrank_logits,
+    plain_logits,
     rank_queries,
     softmax_step,
-    sum_of,
 )
 from ._select import Pins, select_blocks, select_scores
 
@@ -60,16 +56,19 @@ class RouteConfig(NamedTuple):
 
 
 def config(
-    batch: int, total: int, heads: int, rows: int, block_size: int, head_dim: int, stored: bool, wide: bool
-) -> RouteConfig:
+    batch: int, total: int, heads: int, rows: int, block_size: int, head_dim: int, lowrank: bool, stored: bool,
+    wide: bool,
+) -> RouteConfig:  # fmt: skip
     """Tiles of ``rows`` queries of each of ``heads`` kv heads over ``total`` blocks of each of ``batch`` sequences.
 
-    ``stored`` where residual rows are read, ``wide`` where float32 is multiplied.
+    ``lowrank`` where rows of the rank space are read, ``stored`` where residual rows or bounds are, ``wide`` where
+    float32 is multiplied.
     """
     width = power_of_two(head_dim, 16)
     tall = min(power_of_two(rows, 16), 16 if wide else 64 if width <= 128 else 16 if stored else 32)
     most = 128 if width <= 128 else 16 if wide else 32  # rows that registers hold of so many channels
-    tile = min(power_of_two(block_size, 16), most, 64 if stored or wide or tall * width > 2048 else 128)
+    large = 32 if lowrank and stored else 64 if stored or wide or tall * width > 2048 else 128
+    tile = min(power_of_two(block_size, 16), most, large)
     programs = max(1, batch * total * triton.cdiv(rows, tall))
     splits = min(heads, triton.cdiv(PROGRAMS, programs))
     warps = 8 if tall * width > 4096 or wide else 4
@@ -155,23 +154,16 @@ def _score_kernel(
         for which in range(first_head, tl.minimum(first_head + HEADS_TILE, HEADS)):
             head = place * HEADS + which
             queries = _query_rows(q, row, batch, which, length, q_b, q_h, q_s, GROUP_SIZE)
-            query = load_columns(queries, live, q_d, DIM, WIDTH) * sm_scale
+            query = load_columns(queries, live, q_d, None, 0, DIM, WIDTH) * sm_scale
             anchor = sum_of(query * load_vector(anchor_k + head * DIM, True, DIM, WIDTH)[None, :], 1)
             if LOWRANK:
                 peak, total = tl.full([ROWS], NONE, tl.float32), tl.full([ROWS], 0, tl.float32)
                 if RANK:
                     ranked = rank_queries(
-                        query,
-                        basis_k + head * (RANK * DIM),
+                        query, queries, live, q_d, sm_scale, basis_k + head * (RANK * DIM),
                         basis_k_scale if basis_k_scale is None else basis_k_scale + place * RANK,
-                        tl.load(u_unit + place),
-                        DIM,
-                        WIDTH,
-                        RANK,
-                        RANKS,
-                        u_scale is not None,
-                        FACTORS_DOT,
-                    )
+                        tl.load(u_unit + place), DIM, WIDTH, RANK, RANKS, FACTORS_DOT,
+                    )  # fmt: skip
                 for first in range(0, BLOCK_SIZE, TILE):
                     at = first + tl.arange(0, TILE)
                     there = at < BLOCK_SIZE
@@ -179,46 +171,31 @@ def _score_kernel(
                         there = there & (is_kept(at, positions + place * KEPT, KEPT, KEPTS) == 0)
                     logits = tl.broadcast_to(anchor[:, None], [ROWS, TILE])
                     if RANK:
-                        factors = load_u(u + place * (BLOCK_SIZE * RANK), at, there, RANK, RANKS)
-                        products = dot(ranked, tl.trans(factors), FACTORS_DOT)
-                        if u_scale is not None:
-                            step = tl.load(u_scale + place * BLOCK_SIZE + at, mask=there, other=0.0).to(tl.float32)
-                            products *= step[None, :]
-                        logits += products
+                        logits, _, _ = lowrank_logits(
+                            ranked, anchor, u + place * (BLOCK_SIZE * RANK),
+                            u_scale if u_scale is None else u_scale + place * BLOCK_SIZE, at, there,
+                            RANK, RANKS, FACTORS_DOT,
+                        )  # fmt: skip
                     peak, total = _join(peak, total, tl.where(there[None, :], logits, NONE), LARGEST)
             else:
                 peak, total = anchor, tl.full([ROWS], 0.0 if LARGEST else 1.0, tl.float32)
             if STORED:
-                if CODED and k_order is not None:
-                    query = load_ordered(queries, live, q_d, k_order + head * DIM, DIM, WIDTH) * sm_scale
+                order = k_order if k_order is None else k_order + head * DIM
+                if CODED and order is not None:
+                    query = load_columns(queries, live, q_d, order, 0, DIM, WIDTH) * sm_scale
                 for first in range(0, KEPT, TILE):
                     at = first + tl.arange(0, TILE)
                     there = at < KEPT
                     if CODED:
                         group = head * GROUPS + first // GROUP
-                        scaled, constant = code_queries(
-                            query, k_scale + group * DIM, k_min + group * DIM, tl.load(k_unit + head), DIM, WIDTH
-                        )
-                        logits = tl.broadcast_to((anchor + constant)[:, None], [ROWS, TILE])
-                        if K_PLANES:
-                            codes = load_codes(
-                                residual_k + head * (KEPT * K_BYTES),
-                                at,
-                                there,
-                                DIM,
-                                WIDTH,
-                                K_BITS,
-                                K_PLANES,
-                                K_VECTOR,
-                                K_BYTES,
-                            )
-                            logits += dot(scaled, tl.trans(codes), ROWS_DOT)
+                        logits = anchor[:, None] + coded_logits(
+                            query, queries, live, q_d, order, sm_scale, residual_k + head * (KEPT * K_BYTES), at, there,
+                            k_scale + group * DIM, k_min + group * DIM, tl.load(k_unit + head),
+                            DIM, WIDTH, K_BITS, K_PLANES, K_VECTOR, K_BYTES, ROWS_DOT,
+                        )  # fmt: skip
                     else:
-                        column = tl.arange(0, WIDTH)
-                        inside = there[:, None] & (column < DIM)[None, :]
-                        start = residual_k + head * (KEPT * DIM)
-                        kept = tl.load(start + at[:, None] * DIM + column[None, :], mask=inside, other=0.0)
-                        logits = dot(query, tl.trans(kept), ROWS_DOT)
+                        keys = residual_k + head * (KEPT * DIM) + at * DIM
+                        logits = plain_logits(query, queries, live, q_d, sm_scale, keys, there, 1, DIM, WIDTH, ROWS_DOT)
                     peak, total = _join(peak, total, tl.where(there[None, :], logits, NONE), LARGEST)
             if LARGEST:
                 score = tl.where((total > 0) | (anchor != anchor), float("nan"), peak)
@@ -258,7 +235,7 @@ def _minmax_kernel(
     rows = GROUP_SIZE * length
     live, column = row < rows, tl.arange(0, WIDTH)
     queries = _query_rows(q, row, batch, head, length, q_b, q_h, q_s, GROUP_SIZE)
-    query = load_columns(queries, live, q_d, DIM, WIDTH) * sm_scale
+    query = load_columns(queries, live, q_d, None, 0, DIM, WIDTH) * sm_scale
     at = ((batch * blocks + block) * HEADS + head)[:, None] * DIM + column[None, :]
     inside = there[:, None] & (column < DIM)[None, :]
     low, high = tl.load(k_min + at, mask=inside, other=0.0), tl.load(k_max + at, mask=inside, other=0.0)
@@ -303,8 +280,8 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
     lowrank = router == "lowrank" or (router == "keys" and not fmt.keeps_every_row)
     stored = blocks.num_residuals > 0 and not (lowrank and fmt.keeps_every_row)
     rows_dot, factors_dot = dot_dtype(blocks.anchor_k), dot_dtype(blocks.anchor_k, blocks.u)
-    wide = tl.float32 == factors_dot or tl.float32 == rows_dot
-    tiles = config(batch, total, heads_kv, rows, blocks.block_size, dim, stored, wide)
+    wide = tl.float32 == rows_dot or (router != "minmax" and tl.float32 == factors_dot)
+    tiles = config(batch, total, heads_kv, rows, blocks.block_size, dim, lowrank, stored or router == "minmax", wide)
     common: dict[str, Any] = {
         "HEADS": heads_kv,
         "GROUP_SIZE": heads // heads_kv,
@@ -313,6 +290,7 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
         "ROWS": tiles.rows,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
+        "maxnreg": 255 if wide and router != "minmax" else None,
     }
     parts = {name: part.contiguous() for name, part in blocks.parts()}
     if router == "minmax":
