@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 mx: Any = pytest.importorskip("mlx.core")
@@ -19,6 +19,7 @@ from dkv._dispatch import op_module  # noqa: E402
 from dkv.types import BlockFormat  # noqa: E402
 
 pytestmark = needs_host
+few = settings(max_examples=max(1, 2 * settings().max_examples // 3))  # of every build in every mode
 ROUTERS = ["lowrank", "keys", "minmax", "residual"]
 MIXED = {"key_bits": (8, 7, 5, 4, 3, 2, 1, 0), "value_bits": 3}
 FORMATS = [
@@ -32,6 +33,7 @@ SPECIAL = [0.0, -0.0, 0.25, 1.0, np.nan, np.inf, -np.inf, 1e-30, -3e38, -1.0, -2
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("build", BUILDS)
+@few
 @given(
     data=st.data(),
     router=st.sampled_from(ROUTERS),
