@@ -115,9 +115,9 @@ def decode_attention(
 def _attention(
     q: mx.array,
     blocks: CompressedBlocks | None,
-    block_indices: mx.array | None,
-    k: mx.array | None,
-    v: mx.array | None,
+    block_indices: Any,
+    k: Any,
+    v: Any,
     *,
     sm_scale: float,
     seq_lens: mx.array | None = None,
