@@ -18,9 +18,7 @@ def check_lengths(config: DKVConfig, tokens: Any, rows: Any, block_counts: Any, 
     for token, row, count in zip(tokens, rows, block_counts, strict=True):
         whole = all(type(value) is int and value >= 0 for value in (token, row, count))
         if not whole or row + count * config.block_size != token or (count and row < config.sink_tokens):
-            raise ValueError(
-                f"{where} has lengths that do not fit: {token} tokens, {row} rows, {count} blocks"
-            )
+            raise ValueError(f"{where} has lengths that do not fit: {token} tokens, {row} rows, {count} blocks")
 
 
 def fitting_blocks(

@@ -308,7 +308,10 @@ class LayerCache:
         if not any(self.tokens):
             self.reset(len(index))
             return
-        self.k_rows, self.v_rows = (mx.take(part, where, axis=0) for part in (self.k_rows, self.v_rows))
+        capacity = -(-max(self.rows) // self.config.block_size) * self.config.block_size
+        self.k_rows, self.v_rows = (
+            mx.take(part[:, :, :capacity], where, axis=0) for part in (self.k_rows, self.v_rows)
+        )
         most = max(self.block_counts)
         self.blocks = tuple(
             with_counts(cut_blocks(blocks.map(lambda part: mx.take(part, where, axis=0)), most), self.block_counts)
