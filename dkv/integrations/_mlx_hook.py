@@ -39,10 +39,13 @@ def attention(
     return attend_dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
-def hook(model: nn.Module) -> None:
-    """Bind the attention function in every module where a layer of ``model`` is computed."""
+def hook(model: nn.Module) -> bool:
+    """Bind the attention function in every module where a layer of ``model`` is computed; whether there is any."""
+    found = False
     for layer in model.modules():
         names = getattr(type(layer).__call__, "__globals__", {})
-        for name in [name for name, value in names.items() if value is attend_dense]:
+        for name in [name for name, value in names.items() if value is attend_dense or value is attention]:
             names[name] = attention
             hooked.add(names["__name__"])
+            found = True
+    return found

@@ -350,13 +350,14 @@ def _probed(model: nn.Module) -> list[mx.array | None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a model of mlx-lm, got {type(model).__qualname__}")
-    hook.hook(model)
     config = DKVConfig()
     caches = [DKVCache(config) if type(own) is mlx_cache.KVCache else own for own in mlx_cache.make_prompt_cache(model)]
     if not any(isinstance(cache, DKVCache) for cache in caches):
         kinds = sorted({type(cache).__name__ for cache in caches})
         raise ValueError(f"the model has no full-attention layer to compress; its caches are {kinds}")
     refusal = f"the attention of {type(model).__module__} cannot be hooked"
+    if not hook.hook(model):
+        raise NotImplementedError(f"{refusal}: no layer calls mlx-lm's scaled_dot_product_attention")
     try:
         model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32), cache=caches)
     except Exception as error:
