@@ -6,6 +6,8 @@ import functools
 import importlib
 import importlib.util
 import os
+import platform
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +16,9 @@ BACKENDS = {
     "reference": ("numpy", "dkv.reference"),
     "torch": ("torch", "dkv.kernels.torch"),
     "triton": ("torch", "dkv.kernels.triton"),
-    "mlx": ("mlx", "dkv.kernels.mlx"),
+    "mlx": ("mlx", "dkv.kernels.mlx"),  # the Metal kernels where Metal is found, else the twin
+    "mlx-metal": ("mlx", "dkv.kernels.mlx"),
+    "mlx-twin": ("mlx", "dkv.kernels.mlx.twin"),
 }
 DEFAULTS = {"numpy": "reference", "torch": "torch", "mlx": "mlx"}
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # drivers of NVIDIA, AMD and WSL
@@ -32,9 +36,11 @@ def unavailable_reason(backend: str) -> str | None:
         return f"this version of dkv has no {backend} kernels"
     needed = "triton" if backend == "triton" else library
     if not _installed(needed):
-        return f'{needed} is not installed: pip install "dkv[{backend}]"'
+        return f'{needed} is not installed: pip install "dkv[{backend.partition("-")[0]}]"'
     if backend == "triton" and not _interpreted() and not _gpu_found():
         return "no GPU was found; set TRITON_INTERPRET=1 before Python starts to run its kernels on the CPU, slowly"
+    if backend == "mlx-metal" and not _metal_found():
+        return "Metal was not found: it needs macOS on Apple silicon"
     return None
 
 
@@ -46,6 +52,20 @@ def _installed(module: str) -> bool:
 @functools.cache
 def _gpu_found() -> bool:
     return any(os.path.exists(path) for path in GPU_FILES)
+
+
+def _metal_found() -> bool:
+    """MLX is asked where it is loaded anyway; else the machine's name must do."""
+    if not _installed("dkv.kernels.mlx._metal"):
+        return False
+    if "mlx.core" in sys.modules:
+        return bool(importlib.import_module("dkv.kernels.mlx._metal").available())
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def which_mlx() -> str:
+    """What backend "mlx" runs here: "mlx-metal" or "mlx-twin"."""
+    return "mlx-metal" if unavailable_reason("mlx-metal") is None else "mlx-twin"
 
 
 def _interpreted() -> bool:
@@ -99,4 +119,5 @@ def _default(library: str, array: Any) -> str:
 
 def op_module(backend: str, op: str) -> ModuleType:
     """The backend's module of that basename."""
+    backend = which_mlx() if backend == "mlx" else backend
     return importlib.import_module(f"{BACKENDS[backend][1]}.{op}")

@@ -38,10 +38,15 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[str]:
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Any], header: dict[str, Any], library: str) -> None:
     """A safetensors file of a kind; ``header`` names it."""
-    save = _safetensors(library).save_file
     metadata = {"dkv": json.dumps({"version": VERSIONS[header["kind"]], **header})}
     with replaced(path) as temporary:
-        save(tensors, temporary, metadata=metadata)
+        if library == "mlx":  # MLX's own writer knows bfloat16
+            import mlx.core
+
+            with open(temporary, "wb") as file:
+                mlx.core.save_safetensors(file, tensors, metadata=metadata)
+        else:
+            _safetensors(library).save_file(tensors, temporary, metadata=metadata)
 
 
 def read(path: str | os.PathLike[str], kind: str, library: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -50,15 +55,26 @@ def read(path: str | os.PathLike[str], kind: str, library: str) -> tuple[dict[st
 
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no such file: {os.fspath(path)}")
-    framework = {"numpy": "numpy", "torch": "pt"}[library]
+    framework = {"numpy": "numpy", "torch": "pt", "mlx": "numpy"}[library]
     try:
         with safe_open(path, framework=framework) as file:
             metadata = file.metadata() or {}
             header = json.loads(metadata["dkv"])
             _check_header(header, kind, path)
+            if library == "mlx":
+                return _read_mlx(path), header
             return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError, RecursionError, OSError) as error:
         raise ValueError(f"{os.fspath(path)} is not a whole dkv {kind} file: {error}") from error
+
+
+def _read_mlx(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Tensors of a file that safetensors has opened; read now, for MLX would read them when they are first used."""
+    import mlx.core
+
+    tensors = mlx.core.load(os.fspath(path), format="safetensors")
+    mlx.core.eval(tensors)
+    return tensors
 
 
 def _check_header(header: Any, kind: str, path: Any) -> None:
@@ -89,14 +105,16 @@ def save_blocks(blocks: CompressedBlocks, path: str | os.PathLike[str]) -> None:
     from dkv._dispatch import library_of
 
     library = library_of(blocks.anchor_k)
-    if library not in ("numpy", "torch"):
-        raise NotImplementedError(f"saving {library} blocks is not offered")
-    contiguous = blocks.map(lambda part: part.contiguous() if library == "torch" else part.copy(order="C"))
+    if library == "torch":
+        contiguous = blocks.map(lambda part: part.contiguous())
+    else:
+        contiguous = blocks if library == "mlx" else blocks.map(lambda part: part.copy(order="C"))
     write(path, dict(contiguous.parts()), {"kind": "blocks", "format": dataclasses.asdict(blocks.format)}, library)
 
 
 def load_blocks(path: str | os.PathLike[str], backend: str | None = None) -> CompressedBlocks:
     libraries = {None: "numpy", "reference": "numpy", "torch": "torch", "triton": "torch"}
+    libraries |= {name: "mlx" for name in ("mlx", "mlx-metal", "mlx-twin")}
     if backend not in libraries:
         raise ValueError(f"backend must be one of {tuple(libraries)}, got {backend!r}")
     tensors, header = read(path, "blocks", libraries[backend])

@@ -13,7 +13,7 @@ Ten lines test a new kernel::
 
     testing.assert_matches_reference(my_kernel, "lowrank_attention", inputs, softcap=20.0)
 
-Importing this needs NumPy; torch and ml_dtypes are imported when arrays of theirs are asked for.
+Importing this needs NumPy; torch, mlx and ml_dtypes are imported when arrays of theirs are asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dkv._dispatch import library_of, op_module
 from dkv.config import DKVConfig
 from dkv.types import AttentionState, BlockFormat, CompressedBlocks
 
-LIBRARIES = ("numpy", "torch")
+LIBRARIES = ("numpy", "torch", "mlx")
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # half a unit in the last place of 1
 SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 
@@ -137,7 +137,7 @@ def make_inputs(
     config : DKVConfig or BlockFormat, optional
         Small blocks of 16 tokens with some residual rows when None. A format stands for itself, with the other
         settings at their defaults.
-    library : {"numpy", "torch"}
+    library : {"numpy", "torch", "mlx"}
     """
     if config is None:
         config = DKVConfig(block_size=16, rank=5, num_residuals=6, top_k=2)
@@ -169,7 +169,7 @@ def to_library(x: Any, library: str, device: Any = None) -> Any:
     Parameters
     ----------
     x : array, AttentionState, CompressedBlocks, Inputs, list, tuple or None
-    library : {"numpy", "torch"}
+    library : {"numpy", "torch", "mlx"}
     device : optional
         Of torch tensors.
 
@@ -182,6 +182,8 @@ def to_library(x: Any, library: str, device: Any = None) -> Any:
         raise ValueError(f"library must be one of {LIBRARIES}, got {library!r}")
     if library == "numpy":
         return to_numpy(x)
+    if library == "mlx":
+        return _walk(x, _to_mlx)
     import torch
 
     def convert(array: np.ndarray) -> Any:
@@ -204,9 +206,13 @@ def to_numpy(x: Any) -> Any:
                 bits = array.contiguous().view(_torch().int16).numpy()
                 return bits.view(_numpy_dtype("bfloat16")).copy()
             return array.numpy().copy()
+        if library == "mlx":
+            if str(array.dtype) == "mlx.core.bfloat16":
+                return np.array(array.view(_mlx().uint16)).view(_numpy_dtype("bfloat16"))
+            return np.array(array)
         if library in ("numpy", "ml_dtypes"):
             return np.array(array)
-        raise TypeError(f"x must hold NumPy or torch arrays, got {type(array).__qualname__}")
+        raise TypeError(f"x must hold NumPy, torch or mlx arrays, got {type(array).__qualname__}")
 
     return _walk(x, convert)
 
@@ -229,6 +235,19 @@ def _torch() -> Any:
     import torch
 
     return torch
+
+
+def _mlx() -> Any:
+    import mlx.core
+
+    return mlx.core
+
+
+def _to_mlx(array: np.ndarray) -> Any:
+    """MLX would narrow float64 where no dtype is named."""
+    if array.dtype.name == "bfloat16":
+        return _mlx().array(np.ascontiguousarray(array).view(np.uint16)).view(_mlx().bfloat16)
+    return _mlx().array(array, dtype=getattr(_mlx(), array.dtype.name.replace("bool", "bool_")))
 
 
 def _numpy_dtype(name: str) -> np.dtype:

@@ -351,7 +351,8 @@ def test_a_backend_that_cannot_run_gives_its_reason(op: str, monkeypatch: pytest
 def test_reasons_are_those_of_the_list() -> None:
     pytest.importorskip("torch")
     available = dkv.available_backends()
-    assert list(available) == ["reference", "torch", "triton", "mlx"] and available["reference"] is None
+    assert list(available) == ["reference", "torch", "triton", "mlx", "mlx-metal", "mlx-twin"]
+    assert available["reference"] is None
     reason = available["triton"]
     if reason is not None:
         with pytest.raises(ImportError) as raised:

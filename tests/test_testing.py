@@ -199,5 +199,5 @@ def test_conversions_keep_every_bit() -> None:
     assert testing.to_library(None, "torch") is None and testing.to_numpy([None]) == [None]
     with pytest.raises(ValueError, match="library must be one of"):
         testing.to_library(np.zeros(1), "cupy")
-    with pytest.raises(TypeError, match="NumPy or torch arrays, got str"):
+    with pytest.raises(TypeError, match="NumPy, torch or mlx arrays, got str"):
         testing.to_numpy("x")

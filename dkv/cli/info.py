@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 import dkv
+from dkv._dispatch import which_mlx
 from dkv._version import __version__
 from dkv.cli._common import out
 
@@ -27,6 +28,7 @@ def info(
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "backends": dkv.available_backends(),
+        "mlx_runs": which_mlx(),
     }
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -35,7 +37,8 @@ def info(
     table.add_column("backend")
     table.add_column("state")
     for name, reason in facts["backends"].items():
-        table.add_row(name, "ready" if reason is None else f"unavailable: {' '.join(reason.split())}")
+        ready = f"ready, runs {facts['mlx_runs']}" if name == "mlx" else "ready"
+        table.add_row(name, ready if reason is None else f"unavailable: {' '.join(reason.split())}")
     out.print(f"dkv {facts['dkv']}, Python {facts['python']}, {facts['platform']}")
     packages = (f"{name} {version or '-'}" for name, version in facts["packages"].items())
     out.print(", ".join(packages))
