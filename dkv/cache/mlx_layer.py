@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import mlx.core as mx
 
 from dkv._checks import check_count
+from dkv._dispatch import op_module
 from dkv.cache.heads import check_groups, one_group, pick, put_back
 from dkv.cache.lengths import check_crop, due_blocks
 from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
 from dkv.compress import compress_blocks
 from dkv.config import DKVConfig, HeadGroup
-from dkv.kernels.mlx.compress import reconstruct_blocks
-from dkv.kernels.mlx.decode import decode_attention, exact_attention
-from dkv.kernels.mlx.route import route_blocks
 from dkv.types import CompressedBlocks
 
 REBUILT_FROM = 16  # queries of a chunk from which its blocks' rows are rebuilt once rather than decoded per query
@@ -179,34 +178,27 @@ class LayerCache:
         assert self.k_rows is not None and self.v_rows is not None
         stored, length = max(self.rows), q.shape[2]
         k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
-        ragged = len(set(self.rows)) > 1 or spans is not None
+        lens = mx.array(self.rows) if len(set(self.rows)) > 1 or spans is not None else None
         if not self.blocks:
-            if ragged:
-                return exact_attention(q, k, v, True, mx.array(self.rows), None, None, sink, scale)[0]
-            return _dense(q, k, v, scale, sink)
+            return _exact(q, k, v, lens, scale, sink)
         groups, blocks_of = self.head_groups(), iter(self.blocks)
         heads_kv, heads_q = k.shape[1], q.shape[1]
         outs = []
         for heads, config, _ in groups:
             own_q, own_k, own_v = (pick(part, heads, heads_kv) for part in (q, k, v))
             own_sink = None if sink is None else pick(sink.reshape(1, heads_q), heads, heads_kv).reshape(-1)
-            lens = mx.array(self.rows) if ragged else None
-            if config is None:
-                if ragged:
-                    outs.append(exact_attention(own_q, own_k, own_v, True, lens, None, None, own_sink, scale)[0])
-                else:
-                    outs.append(_dense(own_q, own_k, own_v, scale, own_sink))
-                continue
-            blocks = next(blocks_of)
-            every = config.top_k if length == 1 else (config.chunk_top_k or blocks.num_blocks)
-            if length >= REBUILT_FROM and every >= blocks.num_blocks and not ragged:
-                rebuilt = reconstruct_blocks(blocks)
-                rows = (mx.concatenate(pair, axis=2) for pair in zip(rebuilt, (own_k, own_v)))
-                outs.append(_dense(own_q, *rows, scale, own_sink))
-                continue
-            chosen = self._route(config, blocks, own_q, spans, scale)
-            state = decode_attention(own_q, blocks, own_k, own_v, chosen, lens, None, None, own_sink, scale)
-            outs.append(state[0])
+            blocks = None if config is None else next(blocks_of)
+            if config is None or blocks is None:
+                outs.append(_exact(own_q, own_k, own_v, lens, scale, own_sink))
+            elif length >= REBUILT_FROM and config.chunk_top_k is None and lens is None:
+                rebuilt = _ops("compress").reconstruct_blocks(blocks)
+                rows = [mx.concatenate(pair, axis=2) for pair in zip(rebuilt, (own_k, own_v))]
+                outs.append(_exact(own_q, *rows, None, scale, own_sink))
+            else:
+                chosen = self._route(config, blocks, own_q, spans, scale)
+                decode = _ops("decode").decode_attention
+                state = decode(own_q, blocks, own_k, own_v, chosen, lens, None, None, own_sink, scale)
+                outs.append(state[0])
         return put_back(outs, [group.heads for group in groups])
 
     def _route(
@@ -222,7 +214,8 @@ class LayerCache:
             first = mx.array([q.shape[2] - count for _, count in spans])[:, None, None, None]
             q = mx.where(mx.arange(q.shape[2])[:, None] >= first, q, q[:, :, -1:])
         sinks = 0 if config.sink_tokens else min(config.sink_blocks, top_k)
-        return route_blocks(q, blocks, top_k, config.router, config.share, scale, sinks, config.recent_blocks)
+        route = _ops("route").route_blocks
+        return route(q, blocks, top_k, config.router, config.share, scale, sinks, config.recent_blocks)
 
     # closing blocks
 
@@ -372,8 +365,17 @@ def _same_rows(layer: LayerCache, other: LayerCache) -> bool:
     return all((a.shape[1], a.shape[3], a.dtype) == (b.shape[1], b.shape[3], b.dtype) for a, b in pairs)  # type: ignore[union-attr]
 
 
-def _dense(q: mx.array, k: mx.array, v: mx.array, scale: float, sink: mx.array | None) -> mx.array:
-    """mlx's own attention over plain rows, causal and bottom-right aligned."""
+def _ops(name: str) -> ModuleType:
+    """The Metal kernels where Metal is found, else their twin."""
+    return op_module("mlx", name)
+
+
+def _exact(
+    q: mx.array, k: mx.array, v: mx.array, lens: mx.array | None, scale: float, sink: mx.array | None
+) -> mx.array:
+    """Attention over plain rows, causal and bottom-right aligned; mlx's own where all sequences are as long."""
+    if lens is not None:
+        return _ops("decode").exact_attention(q, k, v, True, lens, None, None, sink, scale)[0]
     mask = "causal" if q.shape[2] > 1 else None
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sink)
 
