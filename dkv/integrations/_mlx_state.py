@@ -77,6 +77,9 @@ def layer_of(state: Any) -> LayerCache:
     _check_rows(parts, len(tokens), max(rows))
     layer.tokens, layer.rows, layer.block_counts = tokens, rows, counts
     layer.k_rows, layer.v_rows = (mx.array(parts.pop(name)) for name in ("k_rows", "v_rows"))
+    heads = sum(len(group.heads) for group in layer.head_groups())
+    if heads != layer.k_rows.shape[1]:
+        raise ValueError(f"{WHERE} groups {heads} heads, its rows have {layer.k_rows.shape[1]}")
     groups = layer.stored_groups() if any(counts) else []
     named = [_taken(parts, f"blocks{index}_") for index in range(len(groups))]
     if parts:
