@@ -22,6 +22,7 @@ SOLVERS = {  # module, function and what it raises where it does not converge
     "reference": ("numpy.linalg", "svd", "LinAlgError"),
     "torch": ("torch.linalg", "eigh", "LinAlgError"),
     "triton": ("torch.linalg", "eigh", "LinAlgError"),
+    "mlx-metal": ("mlx.core.linalg", "eigh", "RuntimeError"),
     "mlx-twin": ("mlx.core.linalg", "eigh", "RuntimeError"),
 }
 

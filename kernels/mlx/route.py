@@ -44,14 +44,14 @@ def route_blocks(
         return mx.zeros((batch, heads, min(top_k, total)), mx.int32)
     pins = top_k, sink_blocks, recent_blocks
     if length == 0:
-        return select_blocks(mx.zeros((batch * heads, 1, 0, total)), blocks.block_counts, heads, 1, *pins)
+        return select_blocks(mx.zeros((batch, heads, total)), blocks.block_counts, *pins)
     scores = route_scores(q, blocks, router, sm_scale)
     if share == "all":
         scores = scores.reshape(batch, 1, query_heads * length, total)
-        chosen = select_blocks(scores, blocks.block_counts, 1, heads, *pins)
+        chosen = select_scores(scores, blocks.block_counts, 1, heads, *pins)
     else:
         scores = scores.reshape(batch * heads, query_heads // heads, length, total)
-        chosen = select_blocks(scores, blocks.block_counts, heads, 1, *pins)
+        chosen = select_scores(scores, blocks.block_counts, heads, 1, *pins)
     return chosen.reshape(batch, heads, min(top_k, total))
 
 
@@ -118,7 +118,7 @@ def _arguments(blocks: CompressedBlocks) -> list[mx.array]:
     return found
 
 
-def select_blocks(
+def select_scores(
     scores: mx.array,
     counts: mx.array | None,
     per_sequence: int,
@@ -133,37 +133,53 @@ def select_blocks(
     ``counts[p // per_sequence]`` blocks; all ``N`` where None.
     """
     problems, maxed, meaned, total = scores.shape
-    chosen, counted = min(top_k, total), counts is not None
-    counts = absent(mx.int32) if counts is None else padded(counts)
     rows = problems * maxed * meaned
-    scores, stats = absent(mx.float32) if rows == 0 else padded(scores), absent(mx.float32)
-    if rows:
-        run = kernel(
-            "route_rows", ("scores", "block_counts", "sizes"), ("stats",), "route_rows.metal", ("shares.metal",)
-        )
-        (stats,) = run(
-            inputs=[scores, counts, integers(rows, total, int(counted), per_sequence * maxed * meaned)],
-            grid=(32, rows, 1),
-            threadgroup=(32, 4, 1),
-            output_shapes=[(rows, 2)],
-            output_dtypes=[mx.float32],
-        )
+    sizes = total, maxed, meaned, per_sequence, repeat, top_k, sink_blocks, recent_blocks
+    scores, counted = padded(scores), counts is not None
+    run = kernel("route_rows", ("scores", "block_counts", "sizes"), ("stats",), "route_rows.metal", ("shares.metal",))
+    (stats,) = run(
+        inputs=[
+            scores,
+            padded(counts) if counted else absent(mx.int32),
+            integers(rows, total, int(counted), per_sequence * maxed * meaned),
+        ],
+        grid=(32, rows, 1),
+        threadgroup=(32, 4, 1),
+        output_shapes=[(rows, 2)],
+        output_dtypes=[mx.float32],
+    )
+    return _select(scores, padded(stats), counts, problems, sizes)
+
+
+def select_blocks(
+    score: mx.array, counts: mx.array | None, top_k: int, sink_blocks: int, recent_blocks: int
+) -> mx.array:
+    """Sink and recent blocks, then the highest of ``score [B, H, N]``: ``[B, H, min(top_k, N)]`` int32, then -1."""
+    batch, heads, total = score.shape
+    if score.size == 0:
+        return mx.zeros((batch, heads, min(top_k, total)), mx.int32)
+    sizes = total, 0, 0, heads, 1, top_k, sink_blocks, recent_blocks
+    chosen = _select(padded(score.astype(mx.float32)), absent(mx.float32), counts, batch * heads, sizes)
+    return chosen.reshape(batch, heads, min(top_k, total))
+
+
+def _select(
+    scores: mx.array, stats: mx.array, counts: mx.array | None, problems: int, sizes: tuple[int, ...]
+) -> mx.array:
+    """``sizes`` are the kernel's up to ``recent``; ``maxed`` of 0 says that the scores are the shares."""
+    total, repeat, top_k = sizes[0], sizes[4], sizes[5]
+    chosen, counted = min(top_k, total), counts is not None
     run = kernel(
         "route_select", ("scores", "stats", "block_counts", "sizes"), ("chosen", "shares"), "route_select.metal",
         ("shares.metal",),
     )  # fmt: skip
     out, _ = run(
         inputs=[
-            scores,
-            padded(stats),
-            counts,
-            integers(
-                total, maxed, meaned, per_sequence, repeat, top_k, sink_blocks, recent_blocks, chosen, int(counted)
-            ),
+            scores, stats, padded(counts) if counted else absent(mx.int32), integers(*sizes, chosen, int(counted)),
         ],
         grid=(problems * SELECT_THREADS, 1, 1),
         threadgroup=(SELECT_THREADS, 1, 1),
         output_shapes=[(problems, repeat, chosen), (problems, total)],
         output_dtypes=[mx.int32, mx.float32],
-    )
+    )  # fmt: skip
     return out

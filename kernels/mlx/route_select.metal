@@ -3,7 +3,7 @@
 // scores [P, maxed, meaned, N], stats [P, maxed, meaned, 2], block_counts [B]
 // -> chosen [P, repeat, count], shares [P, N]
 const int blocks = sizes[0];
-const int maxed = sizes[1];
+const int maxed = sizes[1];  // 0: scores [P, N] are the shares
 const int meaned = sizes[2];
 const int per_sequence = sizes[3];  // problems
 const int repeat = sizes[4];
@@ -40,7 +40,8 @@ for (int n = begin; n < end; n++) {
     }
     mean += share;
   }
-  shares[problem * blocks + n] = meaned > 0 ? mean / float(meaned) : 0.0f;
+  mean = meaned > 0 ? mean / float(meaned) : 0.0f;
+  shares[problem * blocks + n] = maxed > 0 ? mean : scores[problem * blocks + n];
 }
 
 // The largest number that as many blocks reach as are wanted, from its highest bit on

@@ -33,7 +33,7 @@ def _exponent(x: Array) -> Array:
     return ((x.view(mx.uint64) >> 52) & 0x7FF).astype(mx.int64) - 1023
 
 
-def _two_to(exponent: Array) -> Array:
+def two_to(exponent: Array) -> Array:
     """``2**exponent`` in float64, built from its bits."""
     return ((exponent + 1023) << 52).view(mx.float64)
 
@@ -42,7 +42,7 @@ def power_of_two_above(x: Array, shift: int = 0) -> Array:
     """Smallest power of two at or above float64 ``x``, divided by ``2**shift``; 1 where ``x`` is zero. Float32."""
     fraction = x.view(mx.uint64) & mx.array(2**52 - 1, dtype=mx.uint64)
     exponent = _exponent(x) + (fraction != 0) - shift
-    return mx.where(x > 0, _two_to(mx.clip(exponent, -126, 127)), 1.0).astype(mx.float32)
+    return mx.where(x > 0, two_to(mx.clip(exponent, -126, 127)), 1.0).astype(mx.float32)
 
 
 def quantise_signed(x: Array, scale: Array) -> Array:
@@ -54,7 +54,7 @@ def quantise_signed(x: Array, scale: Array) -> Array:
 
 def rounded_half(x: Array) -> Array:
     """Float64 ``x`` rounded once to float16 numbers, as float64."""
-    quantum = _two_to(mx.maximum(_exponent(x) - 10, -24))
+    quantum = two_to(mx.maximum(_exponent(x) - 10, -24))
     return mx.round(x / quantum) * quantum
 
 

@@ -58,7 +58,6 @@ def _compress(
     """k ``[n, S, H, D]``, v ``[n, S, H, Dv]``."""
     count, size, heads, dim = k.shape
     dim_v = v.shape[3]
-    rank = fmt.stored_rank(heads, dim, dim_v)
     parts: dict[str, Array] = {"anchor_k": k[:, 0], "anchor_v": v[:, 0]}
 
     wide_k, wide_v = k.astype(mx.float64), v.astype(mx.float64)
@@ -67,27 +66,12 @@ def _compress(
         dv = (wide_v - wide_v[:, :1]).reshape(count, size, heads * dim_v)
         gain = _value_gain(joint, dv)
         joint = mx.concatenate([joint, dv * gain[:, None, None]], axis=-1)
-    u, basis = _truncated_svd(joint, rank)
+    norm = mx.maximum(mx.sqrt(mx.square(joint).sum(-1, keepdims=True)), ROW_NORM_FLOOR)
+    u, basis = truncated_svd(joint / norm, norm, fmt.stored_rank(heads, dim, dim_v))
     kept = _residual_rows(joint, u, basis, wide_v, fmt, keep, token_weight)  # [n, R]
+    parts |= stored_factors(u, basis, fmt, k.shape, k.dtype)
     if not fmt.keeps_every_row:
         parts["residual_indices"] = kept.astype(mx.uint8)
-
-    factor = _factor_dtype(fmt, k.dtype)
-    largest = mx.abs(u).max((1, 2)) if u.size else mx.zeros((count,), dtype=mx.float64)
-    parts["u_unit"] = power_of_two_above(largest)
-    u = u / parts["u_unit"].astype(mx.float64)[:, None, None]
-    # [n, r, H * D] -> [n, H, r, D]
-    basis_k = basis[..., : heads * dim].reshape(count, rank, heads, dim).swapaxes(1, 2)
-    if factor == mx.int8 and rank:
-        scale = rounded_half(_largest(u, (2,)) / 127)
-        parts["u_scale"] = scale.astype(mx.float16)
-        parts["u"] = quantise_signed(u, scale[..., None])
-    else:
-        parts["u"] = u.astype(factor)
-    parts |= _store_basis("basis_k", basis_k, factor)
-    if gain is not None:
-        basis_v = basis[..., heads * dim :].reshape(count, rank, heads, dim_v).swapaxes(1, 2)
-        parts |= _store_basis("basis_v", basis_v, factor)
         parts["v_gain"] = gain.astype(mx.float32)
 
     rows = mx.broadcast_to(kept[:, :, None, None], (*kept.shape, heads, 1))
@@ -115,13 +99,14 @@ def _value_gain(dk: Array, dv: Array) -> Array:
     return mx.where(defined, ratio, 1.0)
 
 
-def _truncated_svd(rows: Array, rank: int) -> tuple[Array, Array]:
-    """u ``[n, S, r]`` and orthonormal basis ``[n, r, C]`` of row-normalised ``rows [n, S, C]``, norms folded into u."""
-    count, size, width = rows.shape
+def truncated_svd(unit: Array, norm: Array, rank: int) -> tuple[Array, Array]:
+    """u ``[n, S, r]`` and orthonormal basis ``[n, r, C]`` of the rows ``unit [n, S, C]`` times ``norm [n, S, 1]``.
+
+    The singular values are those of ``unit``. All float64, on the CPU stream.
+    """
+    count, size, width = unit.shape
     if rank == 0 or count == 0:
         return mx.zeros((count, size, rank), dtype=mx.float64), mx.zeros((count, rank, width), dtype=mx.float64)
-    norm = mx.maximum(mx.sqrt(mx.square(rows).sum(-1, keepdims=True)), ROW_NORM_FLOOR)
-    unit = rows / norm
     # the Gram matrix of the shorter side, in float64: small singular values survive the squaring
     gram = unit.swapaxes(1, 2) @ unit if width < size else unit @ unit.swapaxes(1, 2)
     vectors = _eigenvectors(gram)[..., ::-1][..., :rank]
@@ -145,6 +130,30 @@ def _eigenvectors(gram: Array) -> Array:
         mx.eval(values, vectors)
     order = mx.argsort(values, axis=-1)
     return mx.take_along_axis(vectors, order[:, None], axis=-1)
+
+
+def stored_factors(
+    u: Array, basis: Array, fmt: BlockFormat, shape: tuple[int, ...], cache: Any
+) -> dict[str, Array]:
+    """The parts that hold u ``[n, S, r]`` and basis ``[n, r, H * D or H * (D + Dv)]``.
+
+    ``shape`` is ``[n, S, H, D]``, that of the keys, and ``cache`` their dtype.
+    """
+    (count, _, heads, dim), rank = shape, u.shape[2]
+    factor = _factor_dtype(fmt, cache)
+    unit = power_of_two_above(_largest(u, (1, 2)) if u.size else mx.zeros((count,), dtype=mx.float64))
+    parts, u = {"u_unit": unit}, u / unit.astype(mx.float64)[:, None, None]
+    if factor == mx.int8 and rank:
+        scale = rounded_half(_largest(u, (2,)) / 127)
+        parts |= {"u": quantise_signed(u, scale[..., None]), "u_scale": scale.astype(mx.float16)}
+    else:
+        parts["u"] = u.astype(factor)
+    halves = {"basis_k": basis[..., : heads * dim], "basis_v": basis[..., heads * dim :]}
+    for name, half in halves.items():
+        if name == "basis_k" or not fmt.keeps_every_row:
+            # [n, r, H * D] -> [n, H, r, D]
+            parts |= _store_basis(name, half.reshape(count, rank, heads, half.shape[2] // heads).swapaxes(1, 2), factor)
+    return parts
 
 
 def _residual_rows(

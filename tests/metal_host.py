@@ -1,0 +1,79 @@
+"""Metal kernels on the CPU: what builds them is replaced by :mod:`msl_host`, and every launch is counted and linted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+from msl_host import Host
+
+from dkv.kernels.mlx import _metal
+
+# How a kernel is run: in order, threads in random order, every access checked, products fused and subnormals flushed.
+MODES = {"plain": {}, "random": {"seed": 12345}, "checked": {"check": True}, "fused": {"contract": True, "ftz": True}}
+CAN_LINT = shutil.which("clang++-19") is not None
+LAUNCHES: Counter[str] = Counter()  # by kernel
+SIGNATURES: dict[tuple[Any, ...], list[str]] = {}  # of each build what the linter says
+FEW = 5  # elements of an array that MLX passes in the constant address space
+
+
+@functools.cache
+def host(mode: str) -> Host:
+    return Host(**MODES[mode])
+
+
+class Counted:
+    """What ``host.metal_kernel`` returns, counted and, once for each signature, linted."""
+
+    def __init__(self, target: Host, **built: Any) -> None:
+        self.host, self.name, self.inputs = target, built["name"], len(built["input_names"])
+        self.run = target.metal_kernel(**built)
+
+    def __call__(self, *, inputs: list[Any], output_dtypes: list[Any], template: Any = None, **call: Any) -> list[Any]:
+        template = list(template or [])
+        key = (self.name, *map(str, template), *(f"{x.dtype} {x.size < _metal.CONSTANT_BELOW}" for x in inputs))
+        LAUNCHES[self.name] += 1
+        if key not in SIGNATURES:
+            SIGNATURES[key] = self.lint(inputs, output_dtypes, template)
+            few = [mx.zeros(FEW, x.dtype) for x in inputs]
+            SIGNATURES[(*key, "few")] = self.lint(few, output_dtypes, template)
+        return self.run(inputs=inputs, output_dtypes=output_dtypes, template=template, **call)
+
+    def lint(self, inputs: list[Any], output_dtypes: list[Any], template: list[Any]) -> list[str]:
+        found = list(self.host.lint(self.run, inputs, output_dtypes, template)) if CAN_LINT else []
+        assert not found, f"{self.name} {template}: {found}"
+        return found
+
+
+@contextlib.contextmanager
+def metal(mode: str, texts: Callable[[str], str] | None = None) -> Iterator[Host]:
+    """Backend "mlx-metal" by the host in a mode of ``MODES``; ``texts`` gives other sources in place of the files'."""
+    target, kept = host(mode), (_metal.builder, _metal.available, _metal.text)
+    _metal.builder = _counted(mode) if texts is None else target.metal_kernel
+    _metal.available = lambda: True
+    if texts is not None:
+        _metal.text = texts
+        _metal._built.cache_clear()
+    try:
+        yield target
+    finally:
+        _metal.builder, _metal.available, _metal.text = kept
+        if texts is not None:
+            _metal._built.cache_clear()
+
+
+@functools.cache
+def _counted(mode: str) -> Callable[..., Any]:
+    return functools.partial(Counted, host(mode))
+
+
+def summary() -> str:
+    """What was run: a line for the end of a test run."""
+    linted = f"{len(SIGNATURES)} signatures linted" if CAN_LINT else f"{len(SIGNATURES)} signatures, no clang to lint"
+    counts = ", ".join(f"{name.removeprefix('dkv_')} {count}" for name, count in sorted(LAUNCHES.items()))
+    return f"Metal on the CPU: {sum(LAUNCHES.values())} launches of {len(LAUNCHES)} kernels ({counts}); {linted}"
