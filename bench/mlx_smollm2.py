@@ -1,10 +1,10 @@
 """SmolLM2-135M as an int4 model of mlx-lm, with a compressed cache, beside the same weights in transformers.
 
-``python -m bench.mlx_smollm2 --json bench/results/mlx_lm.json``. mlx-lm's converter quantises the model; its dense NLL is
-checked against torch first, for mlx-lm computes nonsense from a config without ``rope_theta``. Then a passcode is buried
-in prose, both engines read it in chunks, dense and DKV, and are asked afterwards. The transformers model has the int4
-weights, dequantised, so that the same function is computed and greedy answers can be compared token by token. float32
-activations: MLX's CPU build multiplies float16 matrices thirty times slower.
+``python -m bench.mlx_smollm2 --json bench/results/mlx_lm.json``. mlx-lm's converter quantises the model; its dense NLL
+is checked against torch first, for mlx-lm computes nonsense from a config without ``rope_theta``. Then a passcode is
+buried in prose, both engines read it in chunks, dense and DKV, and are asked afterwards. The transformers model has the
+int4 weights, dequantised, so that the same function is computed and greedy answers can be compared token by token.
+float32 activations: MLX's CPU build multiplies float16 matrices thirty times slower.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
     if options.json:
         settings = {name: getattr(options, name) for name in ("tokens", "chunk", "seed")}
         value = {
-            "what": "SmolLM2-135M, int4 by mlx_lm.convert (groups of 64), float32 activations; torch has the same weights",
+            "what": "SmolLM2-135M, int4 by mlx_lm.convert, float32 activations; torch has the same weights",
             "where": measure.where(),
             "settings": settings,
             "config": config.to_dict(),

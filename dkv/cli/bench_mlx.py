@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from dkv.cli import _common
-from dkv.cli._common import CliError, err, megabytes, out
+from dkv.cli._common import CliError, err, out
 
 
 def mlx(
@@ -126,17 +126,19 @@ def _torch_model(name: str, dtype: str, device: str) -> tuple[Any, Any]:
 
 def _table(rows: list[dict[str, Any]], title: str) -> Table:
     table = Table(title=title)
-    for column in ("context", "engine", "prefill", "decode", "KV cache", "ratio", "peak memory", "recalled"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
+    table.add_column("context", justify="right")
+    table.add_column("engine", no_wrap=True)
+    for column in ("prefill s", "tokens / s", "KV MB", "dense / KV", "peak MB", "recall"):
+        table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             f"{row['context']:,}",
             row["engine"],
-            f"{row['prefill_seconds']:.1f} s",
-            f"{row['decode_tokens_per_second']:.1f} tokens/s",
-            megabytes(row["kv_bytes"]),
-            f"{row['ratio']:.2f}x",
-            megabytes(row["peak_bytes"]),
-            f"{row['right']} of {row['trials']}",
+            f"{row['prefill_seconds']:.1f}",
+            f"{row['decode_tokens_per_second']:.1f}",
+            f"{row['kv_bytes'] / 1e6:,.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['peak_bytes'] / 1e6:,.0f}",
+            f"{row['right']} / {row['trials']}",
         )
     return table
