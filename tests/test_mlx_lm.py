@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -313,3 +315,17 @@ def test_deepcopies_go_on_alike(model, ids):
     twin = copy.deepcopy(cache)
     first = feed(model, ids[100:], [30, 1, 1], cache)
     assert mx.array_equal(feed(model, ids[100:], [30, 1, 1], twin), first)
+
+
+def test_the_blocks_of_the_documentation_run(tiny, tmp_path, monkeypatch):
+    text = (Path(__file__).resolve().parent.parent / "docs" / "mlx-lm.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    loaded = mlx_lm.load(tiny)
+    monkeypatch.setattr(mlx_lm, "load", lambda name: loaded)
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "docs"}
+    for block in blocks:
+        exec(compile(block, "docs/mlx-lm.md", "exec"), namespace)
+    assert [type(layer) for layer in namespace["cache"]] == [DKVCache, DKVCache]
+    assert namespace["text"] and namespace["more"] and len(namespace["done"].caches) == 2
