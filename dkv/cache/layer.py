@@ -391,11 +391,6 @@ def _codec(group: HeadGroup) -> tuple[object, ...]:
     return group.heads, None if group.config is None else group.config.block_format, group.channel_weight
 
 
-def _codec(group: HeadGroup) -> tuple[object, ...]:
-    """What decides how a group's blocks are stored."""
-    return group.heads, None if group.config is None else group.config.block_format, group.channel_weight
-
-
 def _resized(buffer: Tensor | None, like: Tensor, capacity: int) -> Tensor:
     grown = like.new_zeros(*like.shape[:2], capacity, like.shape[3])
     if buffer is not None:

@@ -135,10 +135,11 @@ class LayerCache:
             self.reset(batch)
         added = [length] * batch if spans is None else [count for _, count in spans]
         self._grow(k, v, max(self.rows) + length)
+        assert self.k_rows is not None and self.v_rows is not None
         if len(set(self.rows)) == 1 and set(added) == {length}:
             start = self.rows[0]
-            self.k_rows[:, :, start : start + length] = k  # type: ignore[index]
-            self.v_rows[:, :, start : start + length] = v  # type: ignore[index]
+            self.k_rows[:, :, start : start + length] = k
+            self.v_rows[:, :, start : start + length] = v
         else:
             where = (mx.array(self.rows)[:, None] + mx.arange(length))[:, None, :, None]
             if spans is not None:  # the real rows first; what follows them lies in spare room
@@ -192,8 +193,8 @@ class LayerCache:
                 outs.append(_exact(own_q, own_k, own_v, lens, scale, own_sink))
             elif length >= REBUILT_FROM and config.chunk_top_k is None and lens is None:
                 rebuilt = _ops("compress").reconstruct_blocks(blocks)
-                rows = [mx.concatenate(pair, axis=2) for pair in zip(rebuilt, (own_k, own_v))]
-                outs.append(_exact(own_q, *rows, None, scale, own_sink))
+                every_k, every_v = (mx.concatenate([a, b], axis=2) for a, b in zip(rebuilt, (own_k, own_v)))
+                outs.append(_exact(own_q, every_k, every_v, None, scale, own_sink))
             else:
                 chosen = self._route(config, blocks, own_q, spans, scale)
                 decode = _ops("decode").decode_attention
@@ -302,6 +303,7 @@ class LayerCache:
             self.reset(len(index))
             return
         capacity = -(-max(self.rows) // self.config.block_size) * self.config.block_size
+        assert self.k_rows is not None and self.v_rows is not None
         self.k_rows, self.v_rows = (
             mx.take(part[:, :, :capacity], where, axis=0) for part in (self.k_rows, self.v_rows)
         )
