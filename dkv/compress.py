@@ -37,7 +37,7 @@ def compress_blocks(
     channel_weight : array [Hkv, D], optional
         Mean square of the queries per key channel, finite and not negative; all 1 when None. Decides which channels of
         a key are the important ones where ``config.key_bits`` gives them different widths.
-    backend : {"reference", "torch", "triton", "mlx"}, optional
+    backend : {"reference", "torch", "triton", "mlx", "mlx-metal", "mlx-twin"}, optional
         Used or refused; the arrays' own library decides when None.
 
     Returns

@@ -1,6 +1,7 @@
 """One thread per process, how hard hypothesis tries (``HYPOTHESIS_PROFILE=deep`` for more), and a tiny model."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -12,6 +13,13 @@ settings.register_profile(
 )
 settings.register_profile("deep", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What ran of the Metal kernels on the CPU."""
+    ran = sys.modules.get("metal_host")
+    if ran is not None and ran.LAUNCHES:
+        terminalreporter.write_line(ran.summary())
 
 
 @pytest.fixture

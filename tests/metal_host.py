@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
+import msl_host
+import pytest
 from msl_host import Host
 
 from dkv.kernels.mlx import _metal
 
 # How a kernel is run: in order, threads in random order, every access checked, products fused and subnormals flushed.
 MODES = {"plain": {}, "random": {"seed": 12345}, "checked": {"check": True}, "fused": {"contract": True, "ftz": True}}
-CAN_LINT = shutil.which("clang++-19") is not None
+CAN_LINT = msl_host.lint_unavailable() is None
+needs_host = pytest.mark.skipif(msl_host.unavailable() is not None, reason=str(msl_host.unavailable()))
 LAUNCHES: Counter[str] = Counter()  # by kernel
-SIGNATURES: dict[tuple[Any, ...], list[str]] = {}  # of each build what the linter says
+SIGNATURES: dict[tuple[Any, ...], Any] = {}  # of each build, and of one for small arrays, what the linter says
 FEW = 5  # elements of an array that MLX passes in the constant address space
 
 
 @functools.cache
 def host(mode: str) -> Host:
-    return Host(**MODES[mode])
+    return Host(**MODES[mode], max_threads=_metal.MAX_THREADS, timeout=10.0)
 
 
 class Counted:
@@ -39,9 +41,8 @@ class Counted:
         key = (self.name, *map(str, template), *(f"{x.dtype} {x.size < _metal.CONSTANT_BELOW}" for x in inputs))
         LAUNCHES[self.name] += 1
         if key not in SIGNATURES:
-            SIGNATURES[key] = self.lint(inputs, output_dtypes, template)
             few = [mx.zeros(FEW, x.dtype) for x in inputs]
-            SIGNATURES[(*key, "few")] = self.lint(few, output_dtypes, template)
+            SIGNATURES[key] = [self.lint(arrays, output_dtypes, template) for arrays in (inputs, few)]
         return self.run(inputs=inputs, output_dtypes=output_dtypes, template=template, **call)
 
     def lint(self, inputs: list[Any], output_dtypes: list[Any], template: list[Any]) -> list[str]:

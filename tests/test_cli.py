@@ -186,6 +186,10 @@ def test_info(capsys):
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["backends"] == dkv.available_backends()
+    if facts["backends"]["mlx"] is None:
+        assert facts["mlx_runs"] in ("mlx-metal", "mlx-twin") and facts["backends"][facts["mlx_runs"]] is None
+        (line,) = [line for line in _lines(text) if line.split()[0] == "mlx"]
+        assert line.rstrip().endswith(f"runs {facts['mlx_runs']}")
     assert facts["packages"]["numpy"] == np.__version__
 
 

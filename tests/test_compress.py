@@ -100,7 +100,7 @@ def test_parity_at_the_shape_of_a_model(backend: str, config: dkv.DKVConfig, dty
 
 @pytest.mark.parametrize("num_residuals", [255, 140])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name == "torch"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("torch", "mlx-twin")])
 def test_float64_gives_the_codes_of_the_reference_bit_by_bit(backend: str, dtype: str, num_residuals: int) -> None:
     """Codes, scales, minima, units and order; a minimum rounded twice on its way to float16 would show here."""
     shape = {"batch": 1, "num_kv_heads": 3, "head_dim": 80, "head_dim_v": 72, "num_blocks": 2, "window": 0}

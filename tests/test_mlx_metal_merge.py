@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("mlx.core")
-from metal_host import MODES, metal
+from metal_host import MODES, metal, needs_host
 from strategies import call
 
 from dkv.types import AttentionState
 
+pytestmark = needs_host
 few = settings(max_examples=max(8, settings().max_examples // 2))
 DTYPES = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 mx: Any = pytest.importorskip("mlx.core")
-from metal_host import MODES, metal  # noqa: E402
+from metal_cases import BUILDS, of_build  # noqa: E402
+from metal_host import MODES, metal, needs_host  # noqa: E402
 from strategies import scales  # noqa: E402
-from test_mlx_metal_decode import BUILDS, of_build  # noqa: E402
 
 from dkv import testing  # noqa: E402
 from dkv._dispatch import op_module  # noqa: E402
 from dkv.types import BlockFormat  # noqa: E402
 
+pytestmark = needs_host
 ROUTERS = ["lowrank", "keys", "minmax", "residual"]
 MIXED = {"key_bits": (8, 7, 5, 4, 3, 2, 1, 0), "value_bits": 3}
 FORMATS = [

@@ -57,11 +57,16 @@ def _built(
         name=f"dkv_{name}",
         input_names=list(input_names),
         output_names=list(output_names),
-        source=text(source_file),
-        header="\n".join(text(file) for file in header_files),
+        source=_located(source_file),
+        header="".join(_located(file) for file in header_files),
         ensure_row_contiguous=True,
         **_pinned(),
     )
+
+
+def _located(file: str) -> str:
+    """A text marked with its file, so that what compiles it names file and line."""
+    return f'#line 1 "{file}"\n{text(file)}\n'
 
 
 def text(file: str) -> str:

@@ -7,6 +7,7 @@ Kernels do what goes row by row: differences, the value gain, norms, the choice 
 from __future__ import annotations
 
 import functools
+from fractions import Fraction
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ import mlx.core as mx
 from dkv.types import BlockFormat, CompressedBlocks, code_bytes
 
 from ._format import WIDTHS, at_least, code_runs
-from ._metal import absent, integers, kernel, padded
+from ._metal import absent, float_bits, integers, kernel, padded
 from .twin import compress as twin
 from .twin._storage import CLIPS, Segments, group_count, two_to
 from .twin.compress import reconstruct_blocks, stored_factors, truncated_svd
@@ -27,18 +28,18 @@ WORKSPACE_BYTES = 128 << 20  # blocks factored together, in float64
 
 
 class Shape(NamedTuple):
-    """Of keys ``[batch, heads, count * size, dim]``; values have ``dim_v`` channels."""
+    """Of keys ``[batch, heads, num_blocks * size, dim]``; values have ``dim_v`` channels."""
 
     batch: int
     heads: int
-    count: int
+    num_blocks: int
     size: int
     dim: int
     dim_v: int
 
     @property
-    def blocks(self) -> int:
-        return self.batch * self.count
+    def total(self) -> int:
+        return self.batch * self.num_blocks
 
 
 def compress_blocks(
@@ -52,7 +53,7 @@ def compress_blocks(
     """k ``[B, H, N * S, D]``, v ``[B, H, N * S, Dv]``, token_weight ``[B, N * S]``, channel_weight ``[H, D]``."""
     batch, heads, tokens, dim = k.shape
     shape = Shape(batch, heads, tokens // fmt.block_size, fmt.block_size, dim, v.shape[3])
-    if shape.blocks == 0:
+    if shape.total == 0:
         return twin.compress_blocks(k, v, fmt, keep, token_weight, channel_weight)
     gain = None if fmt.keeps_every_row else _value_gain(k, v, shape)
     error = keep == "error" and not fmt.keeps_every_row
@@ -63,7 +64,7 @@ def compress_blocks(
         positions = _kept_rows(apart, token_weight, fmt.num_residuals, shape)
         parts |= {"residual_indices": positions, "v_gain": gain}
     for name, x in (("k", k), ("v", v)):
-        rows = x.reshape(batch, heads, shape.count, shape.size, x.shape[3]).swapaxes(1, 2)  # [B, N, H, S, D]
+        rows = x.reshape(batch, heads, shape.num_blocks, shape.size, x.shape[3]).swapaxes(1, 2)  # [B, N, H, S, D]
         parts[f"anchor_{name}"] = rows[..., 0, :]
         if fmt.exact_rows:
             parts[f"residual_{name}"] = _exact_rows(rows, positions)
@@ -84,10 +85,10 @@ def _value_gain(k: mx.array, v: mx.array, shape: Shape) -> mx.array:
     """``[B, N]``."""
     run = kernel("gain", ("k", "v", "params"), ("gain",), "gain.metal", ("wide.metal", "joint.metal"))
     (gain,) = run(
-        inputs=[padded(k), padded(v), integers(shape.heads, shape.count, shape.size, shape.dim, shape.dim_v)],
-        grid=(shape.blocks * THREADS, 1, 1),
+        inputs=[padded(k), padded(v), integers(shape.heads, shape.num_blocks, shape.size, shape.dim, shape.dim_v)],
+        grid=(shape.total * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(shape.batch, shape.count)],
+        output_shapes=[(shape.batch, shape.num_blocks)],
         output_dtypes=[mx.float32],
     )
     return gain
@@ -105,15 +106,15 @@ def _unit_rows(
         "unit_rows.metal",
         ("wide.metal", "joint.metal"),
     )
-    rows = (shape.blocks, shape.size)
+    rows = (shape.total, shape.size)
     unit, norms, exponents = run(
         inputs=[
             padded(k),
             padded(v),
             absent(mx.float32) if gain is None else padded(gain),
-            integers(shape.heads, shape.count, shape.size, shape.dim, dim_v),
+            integers(shape.heads, shape.num_blocks, shape.size, shape.dim, dim_v),
         ],
-        grid=(shape.blocks * THREADS, shape.size, 1),
+        grid=(shape.total * THREADS, shape.size, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(*rows, shape.heads * (shape.dim + dim_v)), rows, rows],
         output_dtypes=[mx.float32, mx.float32, mx.int32],
@@ -130,7 +131,7 @@ def _factors(
     step = max(1, WORKSPACE_BYTES // (8 * shape.size * (4 * unit.shape[2] + 3 * shape.size)))
     pieces, missed = [], []
     with mx.stream(mx.cpu):
-        for i in range(0, shape.blocks, step):
+        for i in range(0, shape.total, step):
             piece = slice(i, i + step)
             wide = unit[piece].astype(mx.float64)
             norm = (norms[piece].astype(mx.float64) * two_to(exponents[piece].astype(mx.int64)))[..., None]
@@ -142,7 +143,7 @@ def _factors(
                 missed.append((squares / mx.where(largest > 0, largest, 1.0)).astype(mx.float32)[:, None])
             mx.eval(list(pieces[-1].values()), missed[-1:])
         parts = {name: mx.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-        parts = {name: part.reshape(shape.batch, shape.count, *part.shape[1:]) for name, part in parts.items()}
+        parts = {name: part.reshape(shape.batch, shape.num_blocks, *part.shape[1:]) for name, part in parts.items()}
         return parts, mx.concatenate(missed) if error else None
 
 
@@ -150,11 +151,11 @@ def _distinctness(v: mx.array, shape: Shape) -> mx.array:
     """One minus the cosine of each value and the block's mean, ``[B * N, H, S]``."""
     run = kernel("distinct", ("v", "params"), ("apart",), "distinct.metal", ("wide.metal",))
     (apart,) = run(
-        inputs=[padded(v), integers(shape.heads, shape.count, shape.size, shape.dim_v)],
+        inputs=[padded(v), integers(shape.heads, shape.num_blocks, shape.size, shape.dim_v)],
         template=[("WIDTH", at_least(WIDTHS, shape.dim_v, "head dims"))],
-        grid=(shape.blocks * shape.heads * THREADS, 1, 1),
+        grid=(shape.total * shape.heads * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(shape.blocks, shape.heads, shape.size)],
+        output_shapes=[(shape.total, shape.heads, shape.size)],
         output_dtypes=[mx.float32],
     )
     return apart
@@ -162,14 +163,14 @@ def _distinctness(v: mx.array, shape: Shape) -> mx.array:
 
 def _kept_rows(apart: mx.array, token_weight: mx.array | None, kept: int, shape: Shape) -> mx.array:
     """Positions of the rows of highest score, ``[B, N, R]``."""
-    positions = (shape.batch, shape.count, kept)
+    positions = (shape.batch, shape.num_blocks, kept)
     if kept == 0:
         return mx.zeros(positions, mx.uint8)
     run = kernel("select_rows", ("apart", "weight", "params"), ("positions",), "select_rows.metal", ("wide.metal",))
     weight = absent(mx.float32) if token_weight is None else padded(token_weight.astype(mx.float32))
     (found,) = run(
         inputs=[padded(apart), weight, integers(apart.shape[1], shape.size, kept, int(token_weight is not None))],
-        grid=(shape.blocks * MOST_THREADS, 1, 1),
+        grid=(shape.total * MOST_THREADS, 1, 1),
         threadgroup=(MOST_THREADS, 1, 1),
         output_shapes=[positions],
         output_dtypes=[mx.uint8],
@@ -197,12 +198,12 @@ def _channel_order(
             padded(k),
             _stored(positions),
             padded(weight),
-            integers(shape.heads, shape.count, shape.size, shape.dim, kept, int(positions is None)),
+            integers(shape.heads, shape.num_blocks, shape.size, shape.dim, kept, int(positions is None)),
         ],
         template=[("WIDTH", MOST_THREADS)],
-        grid=(shape.blocks * shape.heads * MOST_THREADS, 1, 1),
+        grid=(shape.total * shape.heads * MOST_THREADS, 1, 1),
         threadgroup=(MOST_THREADS, 1, 1),
-        output_shapes=[(shape.batch, shape.count, shape.heads, shape.dim)],
+        output_shapes=[(shape.batch, shape.num_blocks, shape.heads, shape.dim)],
         output_dtypes=[mx.uint8],
     )
     return order
@@ -223,7 +224,7 @@ def _coded_rows(
 ) -> dict[str, mx.array]:
     """Codes, scales, minima and units of the kept rows of ``x [B, H, N * S, C]``; keys less their anchor."""
     dim, row_bytes = x.shape[3], code_bytes(segments)
-    heads = (shape.batch, shape.count, shape.heads)
+    heads = (shape.batch, shape.num_blocks, shape.heads)
     groups = (*heads, group_count(kept), dim)
     codes_shape = (*heads, kept, row_bytes)
     if kept == 0:
@@ -231,7 +232,7 @@ def _coded_rows(
         stored = {name: mx.zeros(codes_shape, mx.uint8), f"{name}_scale": none, f"{name}_min": none}
         return stored | {f"{name}_unit": mx.ones(heads)}
     rows = [padded(x), _stored(positions), _stored(order)]
-    numbers = [shape.heads, shape.count, shape.size, dim, kept]
+    numbers = [shape.heads, shape.num_blocks, shape.size, dim, kept]
     numbers += [int(positions is None), int(name == "residual_k"), int(order is not None)]
     run = kernel(
         "row_scales",
@@ -243,7 +244,7 @@ def _coded_rows(
     table = [number for segment in segments for number in segment]
     scale, low, unit = run(
         inputs=[*rows, integers(*_clips()), integers(*numbers, len(segments), *table)],
-        grid=(shape.blocks * shape.heads * THREADS, 1, 1),
+        grid=(shape.total * shape.heads * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[groups, groups, heads],
         output_dtypes=[mx.float16, mx.float16, mx.float32],
@@ -263,7 +264,7 @@ def _coded_rows(
                 *(padded(part) for part in (scale, low, unit)),
                 integers(*numbers, row_bytes, len(segments), *table, *code_runs(segments)),
             ],
-            grid=(row_bytes, kept, shape.blocks * shape.heads),
+            grid=(row_bytes, kept, shape.total * shape.heads),
             threadgroup=(32, 8, 1),
             output_shapes=[codes_shape],
             output_dtypes=[mx.uint8],
@@ -273,10 +274,14 @@ def _coded_rows(
 
 @functools.cache
 def _clips() -> tuple[int, ...]:
-    """For each width 0..8 where its list starts and how long it is; then the parts of a range in hundredths."""
+    """For each width 0..8 where its list starts and how long it is; then the parts of a range, each in hundredths and
+    what float64 makes of it beyond them.
+    """
     header: list[int] = [0, 0]
     table: list[int] = []
     for bits in range(1, 9):
         header += [2 * 9 + len(table), len(CLIPS[bits])]
-        table += [round(100 * part) for part in CLIPS[bits]]
+        for part in CLIPS[bits]:
+            hundredths = round(100 * part)
+            table += [hundredths, float_bits(float(Fraction(part) - Fraction(hundredths, 100)))]
     return (*header, *table)

@@ -41,9 +41,9 @@ constexpr int PARTS = TILE / CHANNELS;
 constexpr int RANK_PARTS = TILE / RANKS;
 constexpr int SLICES = (WIDTH + TILE - 1) / TILE;  // channels of a thread
 
-threadgroup float queries[ROWS * WIDTH];
-threadgroup float coded[ROWS * WIDTH];
-threadgroup float ranked[ROWS * RANKS];
+threadgroup float queries[WIDTH * ROWS];
+threadgroup float coded[WIDTH * ROWS];
+threadgroup float ranked[RANKS * ROWS];
 threadgroup float anchors[ROWS];
 threadgroup float constants[ROWS];
 threadgroup float weights[TILE * ROWS];
@@ -64,7 +64,7 @@ const int head = int(pair % heads);
 const int first = threadgroup_position_in_grid.y * ROWS;  // of the rows of queries
 const int split = threadgroup_position_in_grid.z;
 
-load_queries<ROWS, WIDTH>(queries, q, pair * rows + first, rows - first, dim, sm_scale, index);
+load_queries<ROWS>(queries, q, pair * rows + first, rows - first, dim, sm_scale, index);
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 float peak[ROWS], total[ROWS], keep[ROWS], logits[ROWS], sums[SLICES * ROWS];
@@ -95,7 +95,7 @@ if (split < slot_splits) {
     // The anchor's logits, and the queries in the block's rank space
     const bool factors = lowrank && !every && rank > 0;
     if (simd == SIMDS - 1) {
-      project<ROWS, WIDTH>(logits, queries, anchor_k, here * dim, dim, lane);
+      project<ROWS>(logits, queries, anchor_k, here * dim, dim, lane);
       if (lane == 0) {
         for (int m = 0; m < ROWS; m++) {
           anchors[m] = logits[m];
@@ -103,7 +103,7 @@ if (split < slot_splits) {
       }
     }
     if (factors) {
-      rank_queries<ROWS, WIDTH, RANKS>(
+      rank_queries<ROWS>(
           ranked, queries, basis_k, here * rank * dim, basis_k_scale, place * rank, scaled, u_unit[place], rank, dim,
           simd, lane);
     }
@@ -130,7 +130,7 @@ if (split < slot_splits) {
         }
         if (live) {
           const float step = scaled && rank > 0 ? float(u_scale[place * block_size + row]) : 1.0f;
-          lowrank_logits<ROWS, RANKS>(logits, ranked, anchors, u, (place * block_size + row) * rank, rank, step);
+          lowrank_logits<ROWS>(logits, ranked, anchors, u, (place * block_size + row) * rank, rank, step);
           for (int m = 0; m < ROWS; m++) {
             logits[m] = capped(logits[m], softcap);
           }
@@ -157,11 +157,11 @@ if (split < slot_splits) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int cell = index; cell < ROWS * RANKS; cell += TILE) {
         float sum = 0.0f;
-        if (cell % RANKS < rank) {
+        if (cell / ROWS < rank) {
           for (int p = 0; p < RANK_PARTS; p++) {
-            sum += weights[cell / RANKS * TILE + p * RANKS + cell % RANKS];
+            sum += weights[cell % ROWS * TILE + p * RANKS + cell / ROWS];
           }
-          const float unit = scaled ? u_unit[place] * basis_v_scale[place * rank + cell % RANKS] : u_unit[place];
+          const float unit = scaled ? u_unit[place] * basis_v_scale[place * rank + cell / ROWS] : u_unit[place];
           sum *= unit / v_gain[place];
         }
         ranked[cell] = sum;
@@ -179,14 +179,16 @@ if (split < slot_splits) {
       for (int j = 0; j < SLICES; j++) {
         const int c = channel + j * TILE;
         if (c < dim_v) {
-          const float value = part == 0 ? float(anchor_v[here * dim_v + c]) : 0.0f;
-          for (int m = 0; m < ROWS; m++) {
-            sums[j * ROWS + m] += part == 0 ? mass[m] * value : 0.0f;
+          if (part == 0) {
+            const float value = float(anchor_v[here * dim_v + c]);
+            for (int m = 0; m < ROWS; m++) {
+              sums[j * ROWS + m] += mass[m] * value;
+            }
           }
           for (int row = part; row < rank; row += PARTS) {
             const float x = float(basis_v[(here * rank + row) * dim_v + c]);
             for (int m = 0; m < ROWS; m++) {
-              sums[j * ROWS + m] += ranked[m * RANKS + row] * x;
+              sums[j * ROWS + m] += ranked[row * ROWS + m] * x;
             }
           }
         }
@@ -202,7 +204,7 @@ if (split < slot_splits) {
         const long at = here * kept + start;
         const long scales = here * groups + group;
         if (coded_rows) {
-          code_queries<ROWS, WIDTH>(
+          code_queries<ROWS>(
               coded, constants, queries, anchors, k_scale, k_low, scales * dim, k_unit[here], k_order, here * dim,
               ordered, dim, simd, lane);
           threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -212,10 +214,10 @@ if (split < slot_splits) {
         }
         if (live) {
           if (coded_rows) {
-            coded_logits<ROWS, WIDTH>(
+            coded_logits<ROWS>(
                 logits, coded, constants, residual_k, (at + index) * key_bytes, params, first_run, key_runs);
           } else {
-            plain_logits<ROWS, WIDTH>(logits, queries, residual_k, (at + index) * dim, dim);
+            plain_logits<ROWS>(logits, queries, residual_k, (at + index) * dim, dim);
           }
           for (int m = 0; m < ROWS; m++) {
             logits[m] = capped(logits[m], softcap);
@@ -244,9 +246,9 @@ if (split < slot_splits) {
   for (int m = 0; m < ROWS; m++) {
     const int position = end - length + (first + m) % length;
     latest[m] = causal ? metal::min(position, end - 1) : end - 1;
-    latest[m] = first + m < rows ? metal::min(latest[m], metal::min(first_row + window_rows, keys) - 1) : -1;
+    latest[m] = metal::min(latest[m], metal::min(first_row + window_rows, keys) - 1);
     earliest[m] = window > 0 ? metal::max(position - window + 1, first_row) : first_row;
-    begin = first + m < rows ? metal::min(begin, earliest[m]) : begin;
+    begin = metal::min(begin, earliest[m]);
     stop = metal::max(stop, latest[m] + 1);
   }
   for (int start = begin; start < stop; start += TILE) {
@@ -257,7 +259,7 @@ if (split < slot_splits) {
       logits[m] = -INFINITY;
     }
     if (live) {
-      plain_logits<ROWS, WIDTH>(logits, queries, k_window, (pair * keys + row) * dim, dim);
+      plain_logits<ROWS>(logits, queries, k_window, (pair * keys + row) * dim, dim);
       for (int m = 0; m < ROWS; m++) {
         logits[m] = earliest[m] <= row && row <= latest[m] ? capped(logits[m], softcap) : -INFINITY;
       }

@@ -198,5 +198,8 @@ def _arguments(own: dict[str, Any], blocks: CompressedBlocks | None, cache: mx.D
     found = []
     for name in names:
         part = own[name] if name in own else getattr(blocks, name, None)
-        found.append(absent(kinds.get(name, cache)) if part is None or part.size == 0 else padded(part))
+        if part is None or part.size == 0:
+            part = absent(kinds.get(name, cache))
+        # those of one number a sequence or head keep their size from call to call
+        found.append(part if name in ("block_counts", "seq_lens", "sink") else padded(part))
     return found

@@ -43,7 +43,7 @@ if (count <= 0) {
 }
 const int first_position = keys - length + first;
 
-load_queries<ROWS, WIDTH>(queries, q, long(query_head) * length + first, count, dim, sm_scale, index);
+load_queries<ROWS>(queries, q, long(query_head) * length + first, count, dim, sm_scale, index);
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 float peak[ROWS], total[ROWS], keep[ROWS], logits[ROWS], sums[SLICES * ROWS];
@@ -74,7 +74,7 @@ for (int slot = 0; slot < slot_count; slot++) {
       logits[m] = -INFINITY;
     }
     if (live) {
-      plain_logits<ROWS, WIDTH>(logits, queries, k, (long(pair) * keys + row) * dim, dim);
+      plain_logits<ROWS>(logits, queries, k, (long(pair) * keys + row) * dim, dim);
       for (int m = 0; m < ROWS; m++) {
         logits[m] = m < count && row <= first_position + m ? capped(logits[m], softcap) : -INFINITY;
       }

@@ -62,15 +62,15 @@ def route_scores(q: mx.array, blocks: CompressedBlocks, router: str, sm_scale: f
     rows = query_heads // heads * length
     tile = query_rows(rows)
     shape = (batch, heads, rows, total)
-    counts = absent(mx.int32) if blocks.block_counts is None else padded(blocks.block_counts)
     counted = blocks.block_counts is not None
+    counts = blocks.block_counts if counted else absent(mx.int32)
     if router == "minmax":
         run = kernel(
             "route_minmax", ("q", "block_counts", "k_min", "k_max", "sizes"), ("scores",), "route_minmax.metal"
         )
         (scores,) = run(
             inputs=[
-                *(padded(part) for part in (q, counts, blocks.k_min, blocks.k_max)),
+                *(padded(q), counts, padded(blocks.k_min), padded(blocks.k_max)),
                 integers(heads, rows, dim, total, int(counted), float_bits(sm_scale)),
             ],
             template=[("ROWS", tile)],
@@ -113,8 +113,9 @@ def _arguments(blocks: CompressedBlocks) -> list[mx.array]:
     found = []
     for name in PARTS:
         part = getattr(blocks, name)
-        missing = part is None or part.size == 0
-        found.append(absent(kinds[name] if part is None else part.dtype) if missing else padded(part))
+        if part is None or part.size == 0:
+            part = absent(kinds[name] if part is None else part.dtype)
+        found.append(part if name == "block_counts" else padded(part))  # keeps its size from call to call
     return found
 
 
@@ -140,7 +141,7 @@ def select_scores(
     (stats,) = run(
         inputs=[
             scores,
-            padded(counts) if counted else absent(mx.int32),
+            counts if counted else absent(mx.int32),
             integers(rows, total, int(counted), per_sequence * maxed * meaned),
         ],
         grid=(32, rows, 1),
@@ -175,7 +176,7 @@ def _select(
     )  # fmt: skip
     out, _ = run(
         inputs=[
-            scores, stats, padded(counts) if counted else absent(mx.int32), integers(*sizes, chosen, int(counted)),
+            scores, stats, counts if counted else absent(mx.int32), integers(*sizes, chosen, int(counted)),
         ],
         grid=(problems * SELECT_THREADS, 1, 1),
         threadgroup=(SELECT_THREADS, 1, 1),

@@ -20,9 +20,9 @@ const int key_runs = params[15];
 const float sm_scale = as_type<float>(params[16]);
 const int first_run = 17;
 
-threadgroup float queries[ROWS * WIDTH];
-threadgroup float coded[ROWS * WIDTH];
-threadgroup float ranked[ROWS * RANKS];
+threadgroup float queries[WIDTH * ROWS];
+threadgroup float coded[WIDTH * ROWS];
+threadgroup float ranked[RANKS * ROWS];
 threadgroup float anchors[ROWS];
 threadgroup float constants[ROWS];
 threadgroup float peaks[SIMDS * ROWS];
@@ -47,10 +47,10 @@ for (int m = 0; m < ROWS; m++) {
 }
 
 if (valid) {
-  load_queries<ROWS, WIDTH>(queries, q, pair * rows + first, rows - first, dim, sm_scale, index);
+  load_queries<ROWS>(queries, q, pair * rows + first, rows - first, dim, sm_scale, index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (simd == SIMDS - 1) {
-    project<ROWS, WIDTH>(logits, queries, anchor_k, here * dim, dim, lane);
+    project<ROWS>(logits, queries, anchor_k, here * dim, dim, lane);
     if (lane == 0) {
       for (int m = 0; m < ROWS; m++) {
         anchors[m] = logits[m];
@@ -58,7 +58,7 @@ if (valid) {
     }
   }
   if (lowrank && rank > 0) {
-    rank_queries<ROWS, WIDTH, RANKS>(
+    rank_queries<ROWS>(
         ranked, queries, basis_k, here * rank * dim, basis_k_scale, place * rank, scaled, u_unit[place], rank, dim,
         simd, lane);
   }
@@ -71,7 +71,7 @@ if (valid) {
     }
     const float step = lowrank && scaled && rank > 0 ? float(u_scale[place * block_size + row]) : 1.0f;
     const long at = (place * block_size + row) * rank;
-    lowrank_logits<ROWS, RANKS>(logits, ranked, anchors, u, at, lowrank ? rank : 0, step);
+    lowrank_logits<ROWS>(logits, ranked, anchors, u, at, lowrank ? rank : 0, step);
     join_logits<ROWS>(peak, total, logits, largest);
   }
 
@@ -83,17 +83,17 @@ if (valid) {
         if (group > 0) {
           threadgroup_barrier(mem_flags::mem_threadgroup);  // the last group's queries are read
         }
-        code_queries<ROWS, WIDTH>(
+        code_queries<ROWS>(
             coded, constants, queries, anchors, k_scale, k_low, (here * groups + group) * dim, k_unit[here], k_order,
             here * dim, ordered, dim, simd, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (row < kept) {
         if (coded_rows) {
-          coded_logits<ROWS, WIDTH>(
+          coded_logits<ROWS>(
               logits, coded, constants, residual_k, (here * kept + row) * key_bytes, params, first_run, key_runs);
         } else {
-          plain_logits<ROWS, WIDTH>(logits, queries, residual_k, (here * kept + row) * dim, dim);
+          plain_logits<ROWS>(logits, queries, residual_k, (here * kept + row) * dim, dim);
         }
         join_logits<ROWS>(peak, total, logits, largest);
       }

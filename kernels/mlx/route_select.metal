@@ -40,8 +40,7 @@ for (int n = begin; n < end; n++) {
     }
     mean += share;
   }
-  mean = meaned > 0 ? mean / float(meaned) : 0.0f;
-  shares[problem * blocks + n] = maxed > 0 ? mean : scores[problem * blocks + n];
+  shares[problem * blocks + n] = maxed > 0 ? mean / float(meaned) : scores[problem * blocks + n];
 }
 
 // The largest number that as many blocks reach as are wanted, from its highest bit on

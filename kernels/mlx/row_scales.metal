@@ -1,6 +1,7 @@
 // One threadgroup: unit, scales and minima of the coded rows of one block and kv head; see the law, "Scales".
 // x [B, H, N * S, C], positions [B * N, R], order [B, N, H, C] -> scale, low [B, N, H, Q, C], unit [B, N, H]
-// clips: for each width 0..8 where its list starts and how long it is, then the parts of a range in hundredths
+// clips: for each width 0..8 where its list starts and how long it is, then the parts of a range, each in hundredths
+// and what float64 makes of it beyond them
 const int heads = params[0];
 const int blocks = params[1];
 const int size = params[2];
@@ -86,17 +87,18 @@ for (int item = index; item < items; item += THREADS) {
     const int count = clips[2 * bits + 1];
     Wide least = Wide{0.0f, 0.0f};
     for (int i = 0; i < count; i++) {
-      // a whole number of hundredths meets the same halves to round as float64 does
-      const Wide covered = over(times(spread, Wide{float(clips[clip + i]), 0.0f}), Wide{100.0f, 0.0f});
-      const float tried_low = nearest_half(plus(middle, scaled(covered, -0.5f)));
-      const float tried_step = nearest_half(over(covered, Wide{levels, 0.0f}));
+      const Wide hundredths = Wide{float(clips[clip + 2 * i]), 0.0f};
+      const float off = spread.high * as_type<float>(int(clips[clip + 2 * i + 1]));
+      const Wide covered = nudged(over(times(spread, hundredths), Wide{100.0f, 0.0f}), off);
+      const float tried_low = nearest_half(trimmed(plus(middle, scaled(covered, -0.5f))));
+      const float tried_step = nearest_half(trimmed(over(covered, Wide{levels, 0.0f})));
       Wide error = Wide{0.0f, 0.0f};
       for (int row = first; row < stop && count > 1; row++) {
         const float one = float(x[at + row_at(positions, positions_at, every, row, dim) + channel]);
         const Wide exact = difference(one, anchor, whole);
         const float code = code_for(exact, tried_low, tried_step, levels);
-        const Wide off = plus(plus(Wide{tried_low, 0.0f}, Wide{tried_step * code, 0.0f}), negative(exact));
-        error = plus(error, times(off, off));
+        const Wide miss = plus(plus(Wide{tried_low, 0.0f}, Wide{tried_step * code, 0.0f}), negative(exact));
+        error = plus(error, times(miss, miss));
       }
       if (i == 0 || below(error, least)) {
         least = error;

@@ -1,7 +1,8 @@
 // What route and decode share. A threadgroup of TILE threads takes ROWS rows of queries of one kv head; a thread scores
 // one stored row of a tile. Lengths, widths and offsets are run-time numbers, so one build serves all of them.
 
-enum { TILE = 128, SIMDS = 4 };  // TILE is a scale group of residual rows
+static constant constexpr const int TILE = 128;  // a scale group of residual rows
+static constant constexpr const int SIMDS = 4;
 
 // A part of a run of channels of coded rows: [runs, 6] integers that say where it lies; see the law, "Packing"
 enum { RUN_FIRST_BYTE, RUN_BYTES, RUN_WIDTH, RUN_LEFT, RUN_FIRST_CHANNEL, RUN_CHANNELS, RUN_SIZE };
@@ -15,19 +16,19 @@ inline uint code_of(T) {
   return 0;  // rows that are not coded
 }
 
-// rows first .. of q [rows, dim] times scale -> queries [ROWS, WIDTH], zero where there is no row
-template <int ROWS, int WIDTH, typename Q>
+// rows first .. of q [rows, dim] times scale -> queries [dim, ROWS], zero where there is no row
+template <int ROWS, typename Q>
 inline void load_queries(
     threadgroup float* queries, Q q, long first, int rows, int dim, float scale, int index) {
   for (int place = index; place < ROWS * dim; place += TILE) {
     const int row = place / dim;
     const int d = place % dim;
-    queries[row * WIDTH + d] = row < rows ? float(q[(first + row) * dim + d]) * scale : 0.0f;
+    queries[d * ROWS + row] = row < rows ? float(q[(first + row) * dim + d]) * scale : 0.0f;
   }
 }
 
 // queries . stored [dim] -> products [ROWS], in all lanes of a simd-group
-template <int ROWS, int WIDTH, typename P>
+template <int ROWS, typename P>
 inline void project(
     thread float* products, const threadgroup float* queries, P stored, long at, int dim, int lane) {
   for (int m = 0; m < ROWS; m++) {
@@ -36,7 +37,7 @@ inline void project(
   for (int d = lane; d < dim; d += 32) {
     const float x = float(stored[at + d]);
     for (int m = 0; m < ROWS; m++) {
-      products[m] += queries[m * WIDTH + d] * x;
+      products[m] += queries[d * ROWS + m] * x;
     }
   }
   for (int m = 0; m < ROWS; m++) {
@@ -44,25 +45,25 @@ inline void project(
   }
 }
 
-// queries in the rank space of a block, basis [rank, dim] -> ranked [ROWS, RANKS]
-template <int ROWS, int WIDTH, int RANKS, typename B, typename S>
+// queries in the rank space of a block, basis [rank, dim] -> ranked [rank, ROWS]
+template <int ROWS, typename B, typename S>
 inline void rank_queries(
     threadgroup float* ranked, const threadgroup float* queries, B basis, long at, S scale, long scale_at, bool scaled,
     float unit, int rank, int dim, int simd, int lane) {
   float products[ROWS];
   for (int e = simd; e < rank; e += SIMDS) {
-    project<ROWS, WIDTH>(products, queries, basis, at + long(e) * dim, dim, lane);
+    project<ROWS>(products, queries, basis, at + long(e) * dim, dim, lane);
     const float factor = scaled ? unit * scale[scale_at + e] : unit;
     if (lane == 0) {
       for (int m = 0; m < ROWS; m++) {
-        ranked[m * RANKS + e] = products[m] * factor;
+        ranked[e * ROWS + m] = products[m] * factor;
       }
     }
   }
 }
 
 // Logits [ROWS] of one low-rank row, u [rank]
-template <int ROWS, int RANKS, typename U>
+template <int ROWS, typename U>
 inline void lowrank_logits(
     thread float* logits, const threadgroup float* ranked, const threadgroup float* anchors, U u, long at, int rank,
     float step) {
@@ -72,7 +73,7 @@ inline void lowrank_logits(
   for (int e = 0; e < rank; e++) {
     const float x = float(u[at + e]);
     for (int m = 0; m < ROWS; m++) {
-      logits[m] += ranked[m * RANKS + e] * x;
+      logits[m] += ranked[e * ROWS + m] * x;
     }
   }
   for (int m = 0; m < ROWS; m++) {
@@ -81,7 +82,7 @@ inline void lowrank_logits(
 }
 
 // Logits [ROWS] of one plain row, k [dim]
-template <int ROWS, int WIDTH, typename K>
+template <int ROWS, typename K>
 inline void plain_logits(thread float* logits, const threadgroup float* queries, K k, long at, int dim) {
   for (int m = 0; m < ROWS; m++) {
     logits[m] = 0.0f;
@@ -89,14 +90,14 @@ inline void plain_logits(thread float* logits, const threadgroup float* queries,
   for (int d = 0; d < dim; d++) {
     const float x = float(k[at + d]);
     for (int m = 0; m < ROWS; m++) {
-      logits[m] += queries[m * WIDTH + d] * x;
+      logits[m] += queries[d * ROWS + m] * x;
     }
   }
 }
 
-// Queries that meet the codes of a scale group -> coded [ROWS, WIDTH] in stored order, and the constant of its rows'
+// Queries that meet the codes of a scale group -> coded [dim, ROWS] in stored order, and the constant of its rows'
 // logits -> constants [ROWS]. scale, low and order [dim] start at `at` and `order_at`.
-template <int ROWS, int WIDTH, typename S, typename O>
+template <int ROWS, typename S, typename O>
 inline void code_queries(
     threadgroup float* coded, threadgroup float* constants, const threadgroup float* queries,
     const threadgroup float* anchors, S scale, S low, long at, float unit, O order, long order_at, bool ordered,
@@ -104,8 +105,8 @@ inline void code_queries(
   for (int m = simd; m < ROWS; m += SIMDS) {
     float bias = 0.0f;
     for (int s = lane; s < dim; s += 32) {
-      const float x = queries[m * WIDTH + (ordered ? int(order[order_at + s]) : s)];
-      coded[m * WIDTH + s] = x * (float(scale[at + s]) * unit);
+      const float x = queries[(ordered ? int(order[order_at + s]) : s) * ROWS + m];
+      coded[s * ROWS + m] = x * (float(scale[at + s]) * unit);
       bias += x * (float(low[at + s]) * unit);
     }
     bias = simd_sum(bias);
@@ -116,7 +117,7 @@ inline void code_queries(
 }
 
 // Logits [ROWS] of one coded row, codes [bytes]; a part's field goes in at its place of the code
-template <int ROWS, int WIDTH, typename K, typename R>
+template <int ROWS, typename K, typename R>
 inline void coded_logits(
     thread float* logits, const threadgroup float* coded, const threadgroup float* constants, K codes, long at, R runs,
     int first_run, int count) {
@@ -138,7 +139,7 @@ inline void coded_logits(
         const float x = float((byte & mask) << left);
         byte >>= width;
         for (int m = 0; m < ROWS; m++) {
-          logits[m] += coded[m * WIDTH + first + channel] * x;
+          logits[m] += coded[(first + channel) * ROWS + m] * x;
         }
       }
     }

@@ -1,6 +1,7 @@
 // Shares of blocks from their scores.
 
-enum { SELECT_THREADS = 256, SELECT_SIMDS = 8 };
+static constant constexpr const int SELECT_THREADS = 256;
+static constant constexpr const int SELECT_SIMDS = 8;
 
 inline float scored(float score) {
   return metal::isnan(score) ? -INFINITY : score;

@@ -28,7 +28,7 @@ int exponent = norm_exponent(2.0f * most);
 if (dim_v > 0) {
   float most_v = farthest(v, first_head, next_head, heads, row, dim_v, index);
   most_v = largest_of_all(peaks, metal::min(most_v, two_to(126)), simd, lane);
-  const int of_values = norm_exponent(2.0f * most_v) + (most_v > 0.0f ? exponent_of(factor) + 1 : 0);
+  const int of_values = norm_exponent(2.0f * most_v) + exponent_of(factor) + 1;
   exponent = metal::clamp(metal::max(exponent, of_values), -126, 126);
 }
 const float norm = two_to(-exponent);

@@ -79,6 +79,17 @@ inline float two_to(int exponent) {
   return as_type<float>(uint(exponent + 127) << 23);
 }
 
+// a + off as float64 rounds it: off is beyond the precision of a, but decides where a lies halfway between two numbers
+inline Wide nudged(Wide a, float off) {
+  const float last = two_to(metal::max(exponent_of(a.high) - 52, -126));
+  return a.low == 0.0f && metal::abs(off) > 0.5f * last ? Wide{a.high, off > 0.0f ? last : -last} : a;
+}
+
+// a without what float64 would not hold
+inline Wide trimmed(Wide a) {
+  return Wide{a.high, metal::abs(a.low) > two_to(metal::max(exponent_of(a.high) - 53, -126)) ? a.low : 0.0f};
+}
+
 // The exponent of the smallest power of two at or above a > 0
 inline int exponent_above(Wide a) {
   const bool power = (as_type<uint>(a.high) & 0x7fffffu) == 0u && a.low <= 0.0f;
@@ -115,7 +126,7 @@ inline float largest_of_all(threadgroup float* peaks, float x, int simd, int lan
   return x;
 }
 
-// The sum of the x of the threadgroup, in the same order for every thread
+// The sum of the x of the threadgroup, in the same order for every thread; a barrier comes before the next one
 inline Wide sum_of_all(threadgroup float* highs, threadgroup float* lows, Wide x, int index) {
   highs[index] = x.high;
   lows[index] = x.low;
@@ -128,7 +139,5 @@ inline Wide sum_of_all(threadgroup float* highs, threadgroup float* lows, Wide x
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const Wide sum = Wide{highs[0], lows[0]};
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  return sum;
+  return Wide{highs[0], lows[0]};
 }

@@ -1,4 +1,4 @@
-"""g++: the runtime, the precompiled prelude and every kernel as shared libraries, cached by the hash of what they hold."""
+"""g++: the runtime, the precompiled prelude and every kernel as shared libraries, cached by hash."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ def runtime() -> Path:
 def prelude(flags: list[str]) -> list[str]:
     """Arguments that include metal/metal.h from a precompiled header."""
     folder = cache_folder() / f"prelude-{digest(contents(tuple(LIBRARY_HEADERS)), flags)}"
-    include = ["-I", folder, "-I", HERE / "metal", "-I", MLX_HEADERS]
+    include = [f"-I{path}" for path in (folder, HERE / "metal", MLX_HEADERS)]
     if not (folder / "prelude.h.gch").exists():
         for name in EMPTY:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
         (folder / "prelude.h").write_text('#include "metal.h"\n')
         compile_to(folder / "prelude.h.gch", *flags, *include, "-x", "c++-header", folder / "prelude.h")
-    return [*include, "-include", folder / "prelude.h"]
+    return [*include, "-include", str(folder / "prelude.h")]
 
 
 def build(cpp: str, check: bool, contract: bool, fast: bool) -> tuple[Path, float]:

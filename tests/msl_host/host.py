@@ -113,7 +113,7 @@ class Totals:
 
     def __str__(self) -> str:
         return (
-            f"{self.launches} launches of {len(self.kernels)} Metal kernels in {len(self.instances)} instances on the CPU: "
+            f"{self.launches} launches of {len(self.kernels)} Metal kernels in {len(self.instances)} instances: "
             f"{self.run_seconds:.1f} s running, {self.compile_seconds:.1f} s compiling"
         )
 
@@ -260,7 +260,9 @@ class Kernel:
                 )
         for name, value in template or ():
             if not isinstance(value, (bool, int, mx.Dtype)):
-                raise ValueError(f"[metal_kernel] Invalid template argument {name}: a Dtype, int or bool, got {value!r}")
+                raise ValueError(
+                    f"[metal_kernel] Invalid template argument {name}: a Dtype, int or bool, got {value!r}"
+                )
         for argument, triple in (("grid", grid), ("threadgroup", threadgroup)):
             if len(triple) != 3 or min(triple) < 1:
                 raise ValueError(f"{argument} must be three positive numbers, got {triple}")
@@ -315,14 +317,13 @@ class Kernel:
     ) -> list[mx.array]:
         data = {}
         for name, array in zip(self.input_names, arrays):
-            values, shape, strides = lay_out(array, self.ensure_row_contiguous)
-            data[name, "input"] = values
-            data[name, "_shape"] = np.array(shape, np.int32)
+            data[name, "input"], strides = lay_out(array, self.ensure_row_contiguous)
+            data[name, "_shape"] = np.array(array.shape, np.int32)
             data[name, "_strides"] = np.array(strides, np.int64)
-            data[name, "_ndim"] = np.array([len(shape)], np.int32)
+            data[name, "_ndim"] = np.array([array.ndim], np.int32)
         for name, shape, dtype in zip(self.output_names, output_shapes, output_dtypes):
-            initial = mx.full(tuple(shape), 0 if init_value is None else init_value, dtype)
-            data[name, "output"] = np.array(to_numpy(initial), order="C")
+            initial = to_numpy(mx.array(init_value or 0).astype(dtype))
+            data[name, "output"] = np.full(tuple(shape), initial, initial.dtype)
         output_kind = OUTPUT if init_value is None else INITIALISED_OUTPUT
         buffers = (_Buffer * len(signature.bindings))()
         for buffer, binding in zip(buffers, signature.bindings):
@@ -373,17 +374,17 @@ def from_numpy(x: np.ndarray, dtype: mx.Dtype) -> mx.array:
     return mx.array(x).view(mx.bfloat16) if dtype == mx.bfloat16 else mx.array(x)
 
 
-def lay_out(x: mx.array, contiguous: bool) -> tuple[np.ndarray, tuple[int, ...], list[int]]:
-    """An array as a kernel gets it: its elements in memory, its shape and its strides in elements."""
+def lay_out(x: mx.array, contiguous: bool) -> tuple[np.ndarray, list[int]]:
+    """An array as a kernel gets it: its elements in memory, and its strides in elements."""
     values = to_numpy(x)
     if contiguous or values.flags.c_contiguous:
         values = np.ascontiguousarray(values).reshape(x.shape)
-        return values, x.shape, [int(np.prod(x.shape[axis + 1 :])) for axis in range(x.ndim)]
+        return values, [int(np.prod(x.shape[axis + 1 :])) for axis in range(x.ndim)]
     strides = [stride // values.itemsize for stride in values.strides]
     if min(strides) < 0:
         raise ValueError(f"an input of negative strides {strides}; make it contiguous first")
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides))
-    return np.lib.stride_tricks.as_strided(values, (span,), (values.itemsize,)).copy(), x.shape, strides
+    return np.lib.stride_tricks.as_strided(values, (span,), (values.itemsize,)).copy(), strides
 
 
 def describe(text: str, path: Path, kernel: str) -> tuple[str, ...]:

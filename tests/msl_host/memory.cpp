@@ -1,5 +1,5 @@
-// The checks of memory. A kernel to be checked is compiled with -fsanitize=thread and the like, but linked to the callbacks
-// below instead of a sanitizer's: every load and store comes here, and is compared with earlier ones of the same cell.
+// The checks of memory. A kernel to be checked is compiled with -fsanitize=thread and the like, but linked to the
+// callbacks below instead of a sanitizer's: every load and store comes here, and is compared with earlier ones.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -79,7 +79,8 @@ bool ordered(const Access& earlier, bool threadgroup) {
   if (earlier.group != group) return false;
   if (earlier.thread == current->thread.index) return true;
   auto before = [&](const Fence& fence) { return earlier.when < (threadgroup ? fence.threadgroup : fence.device); };
-  return before(group_fence) || (earlier.thread / SIMD == current->thread.simdgroup && before(simd_fence[current->thread.simdgroup]));
+  uint32_t simdgroup = current->thread.simdgroup;
+  return before(group_fence) || (earlier.thread / SIMD == simdgroup && before(simd_fence[simdgroup]));
 }
 
 const Access* race(const History& history, const Place& place, bool atomic) {

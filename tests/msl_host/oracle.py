@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ MLX_METAL_KERNEL = mx.fast.metal_kernel
 
 def mlx_text(kernel: Kernel, inputs: list[Any], **call: Any) -> str:
     """What MLX would compile for this call of a kernel; ``call`` holds what the call takes besides ``inputs``."""
-    real = MLX_METAL_KERNEL(
+    real: Any = MLX_METAL_KERNEL(
         name=kernel.name,
         input_names=kernel.input_names,
         output_names=kernel.output_names,
@@ -40,4 +39,4 @@ def mlx_text(kernel: Kernel, inputs: list[Any], **call: Any) -> str:
             os.close(stdout)
         printed.seek(0)
         text = printed.read().decode()
-    return re.search(r"```\n(.*)\n```", text, re.S).group(1)
+    return text[text.index("```\n") + 4 : text.rindex("\n```")]

@@ -80,7 +80,6 @@ extern "C" void msl_collective(msl::Collective compute, void* operand, uint32_t 
 }
 
 extern "C" const Thread* msl_thread() { return &current->thread; }
-extern "C" uint32_t msl_lanes() { return lanes_of[current->thread.simdgroup]; }
 
 extern "C" void msl_fail(const char* what) {
   if (!stopped) report(current->site, 0, "%s, threadgroup %u", what, group);
@@ -118,6 +117,8 @@ static uint32_t random_number() {  // xorshift
   random_state ^= random_state >> 17;
   return random_state ^= random_state << 5;
 }
+
+static uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 static bool together(const Fiber& a, const Fiber& b) {
   return a.state == b.state && a.compute == b.compute &&
@@ -197,7 +198,10 @@ static bool run_simdgroup(uint32_t simdgroup) {
     } else {
       void* operands[SIMD] = {};
       uint32_t arguments[SIMD] = {};
-      for (uint32_t i = begin; i < end; i++) operands[i - begin] = fibers[i].operand, arguments[i - begin] = fibers[i].argument;
+      for (uint32_t i = begin; i < end; i++) {
+        operands[i - begin] = fibers[i].operand;
+        arguments[i - begin] = fibers[i].argument;
+      }
       current = first;
       first->compute(operands, arguments, lanes);
       if (stopped) return true;
@@ -217,7 +221,10 @@ static void run_group() {
     fibers[i].state = READY, fibers[i].site = nullptr;
     start_context(fibers[i].context, fibers[i].stack, fiber_main);
   }
-  for (uint32_t s = 0; s < simdgroups; s++) lanes_of[s] = num_threads - s * SIMD < SIMD ? (1u << num_threads % SIMD) - 1 : ~0u;
+  for (uint32_t s = 0; s < simdgroups; s++) {
+    uint32_t count = least(SIMD, num_threads - s * SIMD);
+    lanes_of[s] = ~0u >> (SIMD - count);
+  }
   for (;;) {
     bool any = false;
     uint32_t first = launch->seed ? random_number() % simdgroups : 0;
@@ -244,8 +251,6 @@ static void run_group() {
       if (fibers[i].state == THREADGROUP_BARRIER) fibers[i].state = READY;
   }
 }
-
-static uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 static void place_group(msl::Size at, msl::Size groups) {
   const uint32_t *grid = launch->grid, *size = launch->group;
@@ -289,7 +294,8 @@ static void report_fault(uintptr_t pc, const siginfo_t* info) {
   uintptr_t offset = (uintptr_t)info->si_addr - (uintptr_t)arena, within = offset % SLOT;
   uint32_t slot = offset / SLOT, thread = current->thread.index;
   if (offset < SLOT) {
-    report(nullptr, pc, "threadgroup memory out of bounds at byte %zu by thread %u of threadgroup %u", within, thread, group);
+    report(nullptr, pc, "threadgroup memory out of bounds at byte %zu by thread %u of threadgroup %u", within, thread,
+           group);
   } else if (offset < SLOT * (launch->num_buffers + 1)) {
     const Buffer& buffer = launch->buffers[slot - 1];
     long at = (long)(arena + offset - (char*)buffers[slot - 1]);
@@ -316,7 +322,8 @@ static void on_signal(int number, siginfo_t* info, void* context) {
   pc = ((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP] + 1;
 #endif
   if (number == SIGVTALRM) {
-    report(watched_site ? watched_site : current->site, launch->check ? watched : pc, "still running after %g s: an endless loop?", launch->timeout);
+    report(watched_site ? watched_site : current->site, launch->check ? watched : pc,
+           "still running after %g s: an endless loop?", launch->timeout);
   } else if (number == SIGFPE) {
     report(nullptr, pc, "integer division by zero by thread %u of threadgroup %u", current->thread.index, group);
   } else {

@@ -1,4 +1,4 @@
-"""The function MLX writes around the body of a custom kernel, to the letter (``mlx/backend/common/metal_kernel.cpp``)."""
+"""The function MLX writes around the body of a kernel, to the letter (``mlx/backend/common/metal_kernel.cpp``)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def make_signature(
         full_name += "_" + TYPES[dtype] + ("s" if ndim == 0 else "c" if size < 8 else "")
     full_name += "".join("_" + TYPES[dtype] for _, dtype in outputs)
 
-    bindings, lines = [], []
+    bindings: list[Binding] = []
+    lines: list[str] = []
 
     def bind(kind: str, array: str, type_: str, reference: bool, qualified: str) -> None:
         binding = Binding(kind, array, type_, reference)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .errors import MSLCompileError
 from .signature import ATTRIBUTES, Signature
 
-HIDDEN = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
-MARK = re.compile(r'^[ \t]*#[ \t]*line[ \t]+(\d+)(?:[ \t]+"([^"]*)")?', re.M)
+MARK = re.compile(r'^[ \t]*#[ \t]*line[ \t]+(\d+)(?:[ \t]+"([^"\n]*)")?', re.M)
+HIDDEN = re.compile(
+    rf'{MARK.pattern}|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.M | re.S
+)
 BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\s*\(")
+STATIC = re.compile(r"\bstatic\s+(?!const\b|constexpr\b|constant\b|inline\b|METAL_FUNC\b)[\w:<>]+\s+\w+\s*[=;\[]")
 GUARD = re.compile(r"\bif\s*(?:constexpr\s*)?\(")
 
 
 def code(text: str) -> str:
-    """The text with comments and strings blanked out: the same length and the same lines."""
-    return HIDDEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
+    """The text with comments and strings, but for those of ``#line``, blanked out: of the same length and lines."""
+    return HIDDEN.sub(lambda match: match[0] if match[1] else re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def located(text: str, file: str, line: int = 1) -> str:
@@ -52,7 +56,7 @@ def find_variables(clean: str, file: str = "") -> Iterator[tuple[int, int, list[
     Elsewhere ``threadgroup`` is the address space of a pointer or a reference, and left to a macro.
     """
     for match in re.finditer(r"\bthreadgroup\s", clean):
-        depth, square, parts = 0, 0, [match.end()]
+        depth, square, position, parts = 0, 0, match.start(), [match.end()]
         for position in range(match.end(), len(clean)):
             letter = clean[position]
             square += {"[": 1, "]": -1}.get(letter, 0)
@@ -74,7 +78,7 @@ def place_threadgroup_variables(text: str, file: str) -> str:
     result, done = [], 0
     for start, end, declarators in find_variables(code(text), file):
         first = declarators[0].split("[")[0].rstrip()
-        type_ = first[: re.search(r"\w+$", first).start()]
+        type_ = re.sub(r"\w+$", "", first)
         declarators[0] = declarators[0][len(type_) :]
         result.append(text[done:start])
         for declarator in declarators:
@@ -90,24 +94,31 @@ def place_threadgroup_variables(text: str, file: str) -> str:
     return "".join(result) + text[done:]
 
 
+def find_functions(clean: str) -> Iterator[tuple[str, int, int]]:
+    """Name of every function that is defined, and where its body begins and ends."""
+    for match in re.finditer(r"\b(?!(?:if|for|while|switch)\b)([A-Za-z_]\w*)\s*\(", clean):
+        begin = re.compile(r"\s*(?:thread|const)?\s*\{").match(clean, closing(clean, match.end() - 1) + 1)
+        if begin:
+            end, depth = begin.end(), 1
+            while depth and end < len(clean):
+                depth += {"{": 1, "}": -1}.get(clean[end], 0)
+                end += 1
+            yield match[1], begin.end(), end
+
+
 def refuse(text: str, file: str) -> None:
-    """Raise for what C++ takes and Metal does not: variables that outlive a call, and recursion."""
+    """Raise for what C++ takes and Metal does not: variables that outlive a call, functions that call themselves."""
     clean = code(text)
-    for match in re.finditer(r"\bstatic\s+(?!const\b|constexpr\b|constant\b|inline\b|METAL_FUNC\b)[\w:<>]+\s+\w+\s*[=;\[]", clean):
-        raise MSLCompileError(f"{place(text, match.start(), file)}: error: a static variable; Metal has none that change")
-    for match in re.finditer(r"\b([A-Za-z_]\w*)\s*\(", clean):
-        end = closing(clean, match.end() - 1)
-        body = re.match(r"\s*(?:thread|const)?\s*\{", clean[end + 1 :])
-        if not body or match.group(1) in ("if", "for", "while", "switch"):
-            continue
-        stop, depth = end + 1 + body.end(), 1
-        while depth and stop < len(clean):
-            depth += {"{": 1, "}": -1}.get(clean[stop], 0)
-            stop += 1
-        again = re.compile(rf"(?<![.\w:]){match.group(1)}\s*\(").search(clean, end + 1 + body.end(), stop)
-        if again:
+    for match in STATIC.finditer(clean):
+        where = place(text, match.start(), file)
+        raise MSLCompileError(f"{where}: error: a static variable; Metal has none that change")
+    functions = list(find_functions(clean))
+    overloaded = Counter(name for name, _, _ in functions)
+    for name, begin, end in functions:
+        again = re.compile(rf"(?<![.\w:]){name}\s*\(").search(clean, begin, end)
+        if again and overloaded[name] == 1:
             where = place(text, again.start(), file)
-            raise MSLCompileError(f"{where}: error: {match.group(1)} calls itself; Metal has no recursion")
+            raise MSLCompileError(f"{where}: error: {name} calls itself; Metal has no recursion")
 
 
 def to_cpp(signature: Signature, name: str) -> str:

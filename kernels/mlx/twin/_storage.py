@@ -94,17 +94,17 @@ def quantise_rows(
     unit = power_of_two_above(reach.max((2, 3)), HALF_TOP)
     wide_unit = unit.astype(mx.float64)[:, :, None, None]
     low, high = low / wide_unit, high / wide_unit
-    codes, scales, minima = [], [], []
+    found: tuple[list[Array], list[Array], list[Array]] = [], [], []  # codes, scales and minima
     for index, rows in enumerate(row_groups(x / wide_unit)):
         coded, start = [], 0
         for size, bits in segments:
             run = slice(start, start + size)
             start += size
             coded.append(_clipped_codes(rows[..., run], low[:, :, index, run], high[:, :, index, run], bits))
-        for found, parts in zip((codes, scales, minima), zip(*coded), strict=True):
-            found.append(mx.concatenate(list(parts), axis=-1))
-    packed = pack(mx.concatenate(codes, axis=2), segments)
-    scale16, low16 = (mx.stack(part, axis=2).astype(mx.float16) for part in (scales, minima))
+        for stored, parts in zip(found, zip(*coded), strict=True):
+            stored.append(mx.concatenate(list(parts), axis=-1))
+    packed = pack(mx.concatenate(found[0], axis=2), segments)
+    scale16, low16 = (mx.stack(part, axis=2).astype(mx.float16) for part in found[1:])
     return packed, scale16, low16, unit, order
 
 
@@ -116,7 +116,8 @@ def row_groups(x: Array) -> list[Array]:
 def _clipped_codes(x: Array, low: Array, high: Array, bits: int) -> tuple[Array, Array, Array]:
     """Codes, scale and minimum of a group ``x [n, H, rows, C]`` by the clip factor of the least squared error."""
     if bits == 0:
-        return mx.zeros(x.shape, dtype=mx.uint8), mx.zeros_like(low), rounded_half(x.mean(2))
+        mean = x.sum(2) / x.shape[2]  # mx.mean multiplies by a rounded 1 / n
+        return mx.zeros(x.shape, dtype=mx.uint8), mx.zeros_like(low), rounded_half(mean)
     levels = 2**bits - 1
     middle, spread = (low + high) / 2, high - low
     best: tuple[Array, Array, Array] | None = None
@@ -126,11 +127,13 @@ def _clipped_codes(x: Array, low: Array, high: Array, bits: int) -> tuple[Array,
         if len(CLIPS[bits]) == 1:
             return _codes(x, scale16, low16, levels).astype(mx.uint8), scale16, low16
         decoded = low16[:, :, None] + scale16[:, :, None] * _codes(x, scale16, low16, levels)
-        tried = mx.square(decoded - x).sum(2), scale16, low16
+        error = mx.square(decoded - x).sum(2)
         if best is not None:
-            better = tried[0] < best[0]
-            tried = tuple(mx.where(better, new, old) for new, old in zip(tried, best, strict=True))
-        best = tried
+            better = error < best[0]
+            error, scale16, low16 = (
+                mx.where(better, new, old) for new, old in zip((error, scale16, low16), best, strict=True)
+            )
+        best = error, scale16, low16
     assert best is not None
     _, scale16, low16 = best
     return _codes(x, scale16, low16, levels).astype(mx.uint8), scale16, low16

@@ -70,7 +70,7 @@ def _compress(
     u, basis = truncated_svd(joint / norm, norm, fmt.stored_rank(heads, dim, dim_v))
     kept = _residual_rows(joint, u, basis, wide_v, fmt, keep, token_weight)  # [n, R]
     parts |= stored_factors(u, basis, fmt, k.shape, k.dtype)
-    if not fmt.keeps_every_row:
+    if gain is not None:
         parts["residual_indices"] = kept.astype(mx.uint8)
         parts["v_gain"] = gain.astype(mx.float32)
 

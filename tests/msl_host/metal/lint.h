@@ -142,5 +142,7 @@ template <class V, class... A> V msl_make(A...);  // lint.py writes float4(a, b)
 // of MLX's prelude
 template <class IdxT = int64_t> IdxT elem_to_loc(IdxT, constant const int*, constant const int64_t*, int);
 template <class T, class U> T ceildiv(T, U);
-template <class T> struct Limits { static constexpr constant T max = T(), min = T(), finite_max = T(), finite_min = T(); };
+template <class T> struct Limits {
+  static constexpr constant T max = T(), min = T(), finite_max = T(), finite_min = T();
+};
 struct complex64_t { float real, imag; };

@@ -3,8 +3,8 @@
 #include "types.h"
 
 namespace metal {
-// A function of 1, 2 or 3 floating-point operands x, y, z. As in Metal there is one overload for float, one for half and
-// one for vectors, none for integers or bfloat: max(x, 0) is ambiguous here as it is there.
+// A function of 1, 2 or 3 floating-point operands x, y, z. As in Metal there is an overload for float, one for half
+// and one for vectors, none for integers or bfloat: max(x, 0) is ambiguous here as it is there.
 #define MSL_F1(name, value)                                                             \
   MSL_INLINE float name(float x) { return value; }                                      \
   MSL_INLINE half name(half x_) { float x = x_; return (half)(float)(value); }          \
@@ -76,7 +76,9 @@ MSL_INLINE bool isfinite(half x) { return isfinite((float)x); }
   MSL_INLINE T clamp(T x, T a, T b) { return min(max(x, a), b); }                           \
   MSL_INLINE T abs(T a) { return a < T(0) ? T(-a) : a; }                                    \
   MSL_INLINE T popcount(T a) { return __builtin_popcountll((std::make_unsigned_t<T>)a); }   \
-  MSL_INLINE T clz(T a) { return a ? __builtin_clzll((std::make_unsigned_t<T>)a) - (64 - 8 * sizeof(T)) : 8 * sizeof(T); } \
+  MSL_INLINE T clz(T a) {                                                                   \
+    return a ? __builtin_clzll((std::make_unsigned_t<T>)a) - (64 - 8 * sizeof(T)) : 8 * sizeof(T); \
+  }                                                                                         \
   MSL_INLINE T ctz(T a) { return a ? __builtin_ctzll((std::make_unsigned_t<T>)a) : 8 * sizeof(T); }
 MSL_INTEGER(int8_t) MSL_INTEGER(uchar) MSL_INTEGER(short) MSL_INTEGER(ushort)
 MSL_INTEGER(int) MSL_INTEGER(uint) MSL_INTEGER(long) MSL_INTEGER(ulong)

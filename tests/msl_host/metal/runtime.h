@@ -43,7 +43,6 @@ void msl_collective(Collective compute, void* operand, uint32_t argument, const 
 void msl_atomic(const volatile void* address, size_t bytes, bool write, const void* site);
 void* msl_threadgroup(const Variable* variable);
 const Thread* msl_thread();
-uint32_t msl_lanes();  // lanes of this simd-group that have not returned
 void msl_fail(const char* what);
 }
 }  // namespace msl

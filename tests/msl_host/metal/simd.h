@@ -23,7 +23,8 @@ MSL_INLINE bool in(uint32_t lanes, int i) { return i >= 0 && i < 32 && (lanes >>
     template <class T>                                  \
     static T of(T a, T b) { return T(value); }          \
   };
-MSL_REDUCER(Add, a + b) MSL_REDUCER(Multiply, a * b) MSL_REDUCER(Max, metal::max(a, b)) MSL_REDUCER(Min, metal::min(a, b))
+MSL_REDUCER(Add, a + b) MSL_REDUCER(Multiply, a * b)
+MSL_REDUCER(Max, metal::max(a, b)) MSL_REDUCER(Min, metal::min(a, b))
 MSL_REDUCER(And, a & b) MSL_REDUCER(Or, a | b) MSL_REDUCER(Xor, a ^ b)
 #undef MSL_REDUCER
 
@@ -75,8 +76,16 @@ MSL_UNWATCHED void shuffle(void* const* operands, const uint32_t* arguments, uin
   };
 MSL_SOURCE(Lane, n) MSL_SOURCE(LaneXor, i ^ n) MSL_SOURCE(QuadLane, n > 3 ? -1 : (i & ~3) | n)
 MSL_SOURCE(QuadXor, (i & ~3) | ((i ^ n) & 3)) MSL_SOURCE(Down, i + n > 31 ? keep : i + n)
-MSL_SOURCE(Up, i - n < 0 ? keep : i - n) MSL_SOURCE(RotateDown, (i + n) % 32) MSL_SOURCE(RotateUp, (i + 32 - n % 32) % 32)
+MSL_SOURCE(Up, i - n < 0 ? keep : i - n)
+MSL_SOURCE(RotateDown, (i + n) % 32) MSL_SOURCE(RotateUp, (i + 32 - n % 32) % 32)
 #undef MSL_SOURCE
+
+template <class T>
+MSL_UNWATCHED void broadcast_first(void* const* operands, const uint32_t*, uint32_t lanes) {
+  T value = *(T*)operands[__builtin_ctz(lanes)];
+  for (int i = 0; i < 32; i++)
+    if (in(lanes, i)) *(T*)operands[i] = value;
+}
 
 template <class T>
 struct Filled {
@@ -139,11 +148,14 @@ MSL_FILL(simd_shuffle_and_fill_down, true) MSL_FILL(simd_shuffle_and_fill_up, fa
 #undef MSL_FILL
 template <class T>
 MSL_INLINE T simd_broadcast_first(T value, MSL_SITE) {
-  return msl::meet(&msl::shuffle<T, msl::Lane>, value, __builtin_ctz(msl::msl_lanes()), site);
+  return msl::meet(&msl::broadcast_first<T>, value, 0, site);
 }
 MSL_INLINE bool simd_all(bool p, MSL_SITE) { return msl::meet(&msl::reduce<uint, msl::And>, (uint)p, 0, site); }
 MSL_INLINE bool simd_any(bool p, MSL_SITE) { return msl::meet(&msl::reduce<uint, msl::Or>, (uint)p, 0, site); }
-MSL_INLINE bool simd_is_first() { return msl::msl_thread()->lane == (uint)__builtin_ctz(msl::msl_lanes()); }
+MSL_INLINE bool simd_is_first(MSL_SITE) {
+  uint lane = msl::msl_thread()->lane;
+  return msl::meet(&msl::broadcast_first<uint>, lane, 0, site) == lane;
+}
 struct simd_vote {
   uint lanes;
   explicit operator ulong() const { return lanes; }
@@ -179,7 +191,8 @@ typedef atomic<bool> atomic_bool;
     return x;                                                                                     \
   }
 MSL_ATOMIC(atomic_fetch_add_explicit, arithmetic, x + y) MSL_ATOMIC(atomic_fetch_sub_explicit, arithmetic, x - y)
-MSL_ATOMIC(atomic_fetch_max_explicit, integral, x > y ? x : y) MSL_ATOMIC(atomic_fetch_min_explicit, integral, x < y ? x : y)
+MSL_ATOMIC(atomic_fetch_max_explicit, integral, x > y ? x : y)
+MSL_ATOMIC(atomic_fetch_min_explicit, integral, x < y ? x : y)
 MSL_ATOMIC(atomic_fetch_and_explicit, integral, x & y) MSL_ATOMIC(atomic_fetch_or_explicit, integral, x | y)
 MSL_ATOMIC(atomic_fetch_xor_explicit, integral, x ^ y) MSL_ATOMIC(atomic_exchange_explicit, arithmetic, y)
 #undef MSL_ATOMIC

@@ -12,7 +12,7 @@ typedef unsigned long ulong;
 typedef _Float16 half;  // g++ rounds every operation to half, as Metal does
 
 template <class To, class From>
-MSL_INLINE To as_type(const From& from) {
+MSL_INLINE To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type: the sizes differ");
   To to;
   __builtin_memcpy(&to, &from, sizeof to);
@@ -262,10 +262,12 @@ template <class T, int N>
 struct Packed {  // a vector without its alignment
   T d[N];
   Packed() = default;
-  MSL_INLINE Packed(const vec<T, N>& o) { __builtin_memcpy(d, o.d, sizeof d); }
+  MSL_INLINE Packed(const vec<T, N>& o) {
+    for (int i = 0; i < N; i++) d[i] = o.d[i];
+  }
   MSL_INLINE operator vec<T, N>() const {
     vec<T, N> o;
-    __builtin_memcpy(o.d, d, sizeof d);
+    for (int i = 0; i < N; i++) o.d[i] = d[i];
     return o;
   }
   MSL_INLINE T& operator[](int i) { return d[i]; }
