@@ -31,6 +31,7 @@ __all__ = [
     "load",
     "max_context",
     "passage_nll",
+    "transformers_folder",
 ]
 
 GUARD_PASSAGE = (
@@ -169,6 +170,14 @@ def load(
     return model, tokenizer
 
 
+def transformers_folder(name: str, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True) -> Path:
+    """The folder of a known model as transformers reads it, in float16, made on first use."""
+    if name not in MODELS:
+        raise ModelFetchError(f"unknown model {name!r}; known are: {', '.join(sorted(MODELS))}")
+    require("transformers")
+    return _converted(name, MODELS[name], cache_dir, progress)
+
+
 def max_context(model: Any) -> int | None:
     """The longest context that the model's configuration allows, in tokens."""
     config = model.config
@@ -277,8 +286,7 @@ def _converted(name: str, spec: ModelSpec, path: str | os.PathLike[str] | None, 
     folder = root / f"{name}-{spec.sha256[:8]}"
     if (folder / "config.json").is_file():
         return folder
-    import torch
-
+    torch = require("torch")
     weights = fetch(name, cache_dir=root, progress=progress)
     with status(f"Converting {name} (once)", progress):
         model, tokenizer = _from_pretrained(weights, torch.float16)

@@ -12,9 +12,10 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SENTENCE = "The magic number of Paris is {code}."
 QUESTION = "\n\nThe magic number of Paris is"
@@ -129,6 +130,8 @@ def step(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
 
 def logits(model: Any, ids: torch.Tensor, cache: Any, keep: int = 0) -> torch.Tensor:
     """As :func:`step`, logits ``[B, keep, vocab]`` of the last ``keep`` tokens; of all where ``keep`` is 0."""
+    import torch
+
     with torch.inference_mode():
         output = model(ids, **{_cache_argument(type(model).forward): cache}, use_cache=True, logits_to_keep=keep)
     return output.logits
@@ -144,6 +147,8 @@ def feed(
     model: Any, ids: Sequence[int], cache: Any, chunk: int = 512, advance: Callable[[int], None] = lambda count: None
 ) -> float:
     """Prefill ``cache`` with ``ids`` in chunks; seconds that it took."""
+    import torch
+
     row = torch.tensor([list(ids)], device=model.device)
     start = time.perf_counter()
     for low in range(0, row.shape[1], chunk):
@@ -155,6 +160,8 @@ def feed(
 
 def ask(model: Any, tokenizer: Any, cache: Any, code: str, tokens: int = ANSWER_TOKENS) -> Answer:
     """Feed the question one token at a time, as a decode step each, then continue greedily."""
+    import torch
+
     for token in encode(tokenizer, QUESTION):
         last = step(model, torch.tensor([[token]], device=model.device), cache)
     made: list[int] = []

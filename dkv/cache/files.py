@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from typing import Any
 
 import torch
 
-from dkv._files import build_blocks, read, write
+from dkv._files import read, write
 from dkv.cache.layer import LayerCache
-from dkv.config import HeadGroup
+from dkv.cache.loading import check_lengths, fitting_blocks
 
 LENGTHS = ("offset", "tokens", "rows", "block_counts")
 
@@ -141,7 +140,7 @@ def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any
     if sorted(named) != sorted(wanted):
         raise ValueError(f"{where} has blocks of the groups {sorted(named)}, its lengths ask for {wanted}")
     state.blocks = tuple(
-        _blocks(group, named[index], k_rows, counts, where)
+        fitting_blocks(group, named[index], k_rows, counts, where)
         for index, group in zip(wanted, state.stored_groups(), strict=False)
     )
     return state
@@ -150,28 +149,9 @@ def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any
 def _lengths(config: Any, entry: dict[str, Any], where: str) -> tuple[int, list[int], list[int], list[int]]:
     values: list[Any] = [entry.get(name) for name in LENGTHS]
     offset, tokens, rows, counts = values
-    lists = (tokens, rows, counts)
-    if type(offset) is not int or not all(isinstance(x, list) and len(x) == len(tokens) for x in lists):
+    if type(offset) is not int:
         raise ValueError(f"{where} has no lengths")
-    for token, row, count in zip(tokens, rows, counts, strict=True):
-        whole = all(type(x) is int and x >= 0 for x in (token, row, count))
-        if (
-            not whole
-            or row + count * config.block_size != token
-            or token > offset
-            or (count and row < config.sink_tokens)
-        ):
-            raise ValueError(f"{where} has lengths that do not fit: {token} tokens, {row} rows, {count} blocks")
+    check_lengths(config, tokens, rows, counts, where)
+    if any(token > offset for token in tokens):
+        raise ValueError(f"{where} has lengths that do not fit: {max(tokens)} tokens in {offset} positions")
     return offset, tokens, rows, counts
-
-
-def _blocks(group: HeadGroup, named: dict[str, Any], k_rows: Any, counts: list[int], where: str) -> Any:
-    assert group.config is not None
-    blocks = build_blocks(dataclasses.asdict(group.config.block_format), named)
-    got = (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks, blocks.head_dim)
-    if got != (len(counts), len(group.heads), max(counts), k_rows.shape[3]) or blocks.anchor_k.dtype != k_rows.dtype:
-        raise ValueError(f"{where}: blocks do not fit its rows")
-    held = [blocks.num_blocks] * len(counts) if blocks.block_counts is None else blocks.block_counts.tolist()
-    if held != counts:
-        raise ValueError(f"{where}: block_counts are {held}, its lengths say {counts}")
-    return blocks

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from dkv.cache._arrays import Array, cat
 from dkv.config import DKVConfig, HeadGroup
 
 
@@ -38,15 +36,15 @@ def runs(heads: Sequence[int], width: int = 1) -> list[tuple[int, int]]:
     return found
 
 
-def pick(x: Tensor, heads: Sequence[int], num_kv_heads: int) -> Tensor:
+def pick(x: Array, heads: Sequence[int], num_kv_heads: int) -> Array:
     """The part of ``x [B, H, ...]`` that belongs to kv ``heads``; ``H`` is a multiple of ``num_kv_heads``."""
     if len(heads) == num_kv_heads:
         return x
     parts = [x[:, start:stop] for start, stop in runs(heads, x.shape[1] // num_kv_heads)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return parts[0] if len(parts) == 1 else cat(parts, 1)
 
 
-def put_back(parts: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> Tensor:
+def put_back(parts: Sequence[Array], groups: Sequence[Sequence[int]]) -> Array:
     """The inverse of :func:`pick` over all ``groups``, ``[B, H, ...]`` in the order of the heads."""
     if len(parts) == 1:
         return parts[0]
@@ -57,4 +55,4 @@ def put_back(parts: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> Tensor
         for start, stop in runs(heads, width):
             pieces.append((start, part[:, taken : taken + stop - start]))
             taken += stop - start
-    return torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])], dim=1)
+    return cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])], 1)

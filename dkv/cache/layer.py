@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dkv._checks import check_count
 from dkv.cache.heads import check_groups, one_group, pick, put_back
+from dkv.cache.lengths import check_crop, due_blocks
 from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
 from dkv.compress import compress_blocks
 from dkv.config import DKVConfig, HeadGroup
@@ -286,8 +287,7 @@ class LayerCache:
         """
         check_count("window", window)
         size = self.config.block_size
-        sinks = [min(token, self.config.sink_tokens) for token in self.tokens]
-        due = [max(0, (row - sink - window) // size) for row, sink in zip(self.rows, sinks, strict=True)]
+        sinks, due = due_blocks(self.config, self.tokens, self.rows, window)
         if not any(due):
             return
         assert self.k_rows is not None and self.v_rows is not None
@@ -351,13 +351,7 @@ class LayerCache:
             self.reset()
             return
         gone = [count] * self.batch_size if self.real is None else self.real[:, -count:].sum(1).tolist()
-        for row, lost in enumerate(gone):
-            window = self.rows[row] - min(self.tokens[row], self.config.sink_tokens)
-            if self.block_counts[row] and lost > window:
-                raise ValueError(
-                    f"crop of {count} positions reaches into a closed block: "
-                    f"sequence {row} holds {window} exact rows after it"
-                )
+        check_crop(self.config, self.tokens, self.rows, self.block_counts, gone, f"crop of {count} positions")
         self.offset -= count
         self.rows = [row - lost for row, lost in zip(self.rows, gone, strict=True)]
         self.tokens = [token - lost for token, lost in zip(self.tokens, gone, strict=True)]

@@ -1,12 +1,11 @@
-"""Joining, cutting and picking rows of :class:`CompressedBlocks` held in torch tensors."""
+"""Joining, cutting and picking rows of :class:`CompressedBlocks` held in torch or mlx arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-import torch
-
+from dkv.cache._arrays import cat, copied, integers, zeros
 from dkv.types import CompressedBlocks
 
 
@@ -14,8 +13,7 @@ def with_counts(blocks: CompressedBlocks, counts: Sequence[int]) -> CompressedBl
     """The same blocks with ``counts`` valid ones per sequence; ``block_counts`` is stored only where they differ."""
     if all(count == blocks.num_blocks for count in counts):
         return dataclasses.replace(blocks, block_counts=None)
-    device = blocks.anchor_k.device
-    return dataclasses.replace(blocks, block_counts=torch.tensor(list(counts), dtype=torch.int32, device=device))
+    return dataclasses.replace(blocks, block_counts=integers(counts, blocks.anchor_k))
 
 
 def join_blocks(
@@ -32,9 +30,9 @@ def join_blocks(
             continue
         added = getattr(new, name)
         if uniform:
-            parts[name] = torch.cat([part[:, : old_counts[0]], added[:, : new_counts[0]]], dim=1)
+            parts[name] = cat([part[:, : old_counts[0]], added[:, : new_counts[0]]], 1)
             continue
-        joined = part.new_zeros(part.shape[0], max(counts), *part.shape[2:])
+        joined = zeros(part, (part.shape[0], max(counts), *part.shape[2:]))
         for row, (a, b) in enumerate(zip(old_counts, new_counts, strict=True)):
             joined[row, :a] = part[row, :a]
             joined[row, a : a + b] = added[row, :b]
@@ -46,7 +44,7 @@ def cut_blocks(blocks: CompressedBlocks, count: int) -> CompressedBlocks:
     """The first ``count`` blocks of every sequence, copied so that the rest is freed."""
     if count == blocks.num_blocks:
         return blocks
-    return blocks.map(lambda part: part if part.ndim == 1 else part[:, :count].clone())
+    return blocks.map(lambda part: part if part.ndim == 1 else copied(part[:, :count]))
 
 
 def stack_rows(rows: Sequence[CompressedBlocks | None]) -> CompressedBlocks:
@@ -55,7 +53,7 @@ def stack_rows(rows: Sequence[CompressedBlocks | None]) -> CompressedBlocks:
     count = max(row.num_blocks for row in rows if row is not None)
     parts = {}
     for name, part in template.parts():
-        stacked = part.new_zeros(len(rows), count, *part.shape[2:])
+        stacked = zeros(part, (len(rows), count, *part.shape[2:]))
         for index, row in enumerate(rows):
             if row is not None:
                 stacked[index, : row.num_blocks] = getattr(row, name)[0]

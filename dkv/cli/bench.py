@@ -1,4 +1,4 @@
-"""``dkv bench memory`` and ``dkv bench decode``."""
+"""``dkv bench memory`` and ``dkv bench decode``; ``dkv bench mlx`` has a file of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from dkv.cli import _common
+from dkv.cli import _common, bench_mlx
 from dkv.cli._common import CliError, err, out
 from dkv.models import require
 
 app = typer.Typer(help="Measure bytes and times.", rich_markup_mode=None)
+
+app.command("mlx")(bench_mlx.mlx)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,37 @@
+"""What was saved of a layer must fit before a cache takes any of it; arrays of torch or mlx."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dkv._files import build_blocks
+from dkv.config import DKVConfig, HeadGroup
+from dkv.types import CompressedBlocks
+
+
+def check_lengths(config: DKVConfig, tokens: Any, rows: Any, block_counts: Any, where: str) -> None:
+    """Lists of whole numbers, one a sequence, that add up."""
+    lists = (tokens, rows, block_counts)
+    if not all(isinstance(values, list) and len(values) == len(tokens) for values in lists):
+        raise ValueError(f"{where} has no lengths")
+    for token, row, count in zip(tokens, rows, block_counts, strict=True):
+        whole = all(type(value) is int and value >= 0 for value in (token, row, count))
+        if not whole or row + count * config.block_size != token or (count and row < config.sink_tokens):
+            raise ValueError(f"{where} has lengths that do not fit: {token} tokens, {row} rows, {count} blocks")
+
+
+def fitting_blocks(
+    group: HeadGroup, parts: dict[str, Any], k_rows: Any, block_counts: list[int], where: str
+) -> CompressedBlocks:
+    """A group's blocks from their named parts, beside the exact rows and lengths that were saved with them."""
+    assert group.config is not None
+    blocks = build_blocks(dataclasses.asdict(group.config.block_format), parts)
+    got = (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks, blocks.head_dim)
+    wanted = (len(block_counts), len(group.heads), max(block_counts), k_rows.shape[3])
+    if got != wanted or blocks.anchor_k.dtype != k_rows.dtype:
+        raise ValueError(f"{where}: blocks do not fit its rows")
+    held = [blocks.num_blocks] * len(block_counts) if blocks.block_counts is None else blocks.block_counts.tolist()
+    if held != block_counts:
+        raise ValueError(f"{where}: block_counts are {held}, its lengths say {block_counts}")
+    return blocks

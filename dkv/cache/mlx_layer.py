@@ -1,0 +1,397 @@
+"""One attention layer's cache in mlx arrays. The state after N tokens depends on the tokens alone, not on chunks.
+
+Rows of a sequence, oldest first: ``sink_tokens`` exact rows, closed blocks, exact recency window. Padding is never
+stored, so the rows of a batch may hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import mlx.core as mx
+
+from dkv._checks import check_count
+from dkv._dispatch import op_module
+from dkv.cache.heads import check_groups, one_group, pick, put_back
+from dkv.cache.lengths import check_crop, due_blocks
+from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
+from dkv.compress import compress_blocks
+from dkv.config import DKVConfig, HeadGroup
+from dkv.types import CompressedBlocks
+
+REBUILT_FROM = 16  # queries of a chunk from which its blocks' rows are rebuilt once rather than decoded per query
+
+Spans = Sequence[tuple[int, int]]  # (first, count): where each sequence's real tokens lie in a padded chunk
+
+
+class LayerCache:
+    """Compressed blocks and exact rows of one layer, for a batch of sequences.
+
+    Parameters
+    ----------
+    config : DKVConfig
+        Says when blocks close, and how they are stored and routed where no groups are given.
+    groups : sequence of HeadGroup, optional
+        As ``config.head_groups`` gives them; each has blocks of its own. One group of all heads when None.
+
+    Attributes
+    ----------
+    tokens : list of int
+        Tokens seen by each sequence.
+    rows : list of int
+        Exact rows stored for each sequence: sink rows, then the window.
+    block_counts : list of int
+        Closed blocks of each sequence.
+    blocks : tuple of CompressedBlocks
+        Those of each stored group; empty while no block is closed.
+    k_rows, v_rows : array [B, Hkv, capacity, D or Dv] or None
+        Exact rows; those beyond ``rows`` are spare room.
+    """
+
+    def __init__(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
+        if groups is None and config.splits_heads:
+            raise ValueError("config splits the heads: give its config.head_groups(layer, num_kv_heads) as groups")
+        self.config = config
+        self.groups = None if groups is None else check_groups(groups, config)
+        self.reset()
+
+    def reset(self, batch_size: int = 0) -> None:
+        """Forget everything. The next chunk starts a batch of ``batch_size``, of any size where that is 0."""
+        self.tokens = [0] * batch_size
+        self.rows = [0] * batch_size
+        self.block_counts = [0] * batch_size
+        self.blocks: tuple[CompressedBlocks, ...] = ()
+        self.k_rows: mx.array | None = None
+        self.v_rows: mx.array | None = None
+
+    def like(self) -> LayerCache:
+        """An empty cache with the same settings."""
+        return LayerCache(self.config, self.groups)
+
+    def head_groups(self) -> tuple[HeadGroup, ...]:
+        """All groups, once keys were seen."""
+        if self.groups is not None or self.k_rows is None:
+            return self.groups or ()
+        return one_group(self.config, self.k_rows.shape[1])
+
+    def stored_groups(self) -> list[HeadGroup]:
+        """The groups that ``blocks`` go by: those of heads that see sink and window alone have none."""
+        return [group for group in self.head_groups() if group.config is not None]
+
+    # what it holds
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.tokens)
+
+    def _arrays(self) -> Iterator[mx.array]:
+        yield from (rows for rows in (self.k_rows, self.v_rows) if rows is not None)
+        for blocks in self.blocks:
+            yield from (part for _, part in blocks.parts())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every array held, spare room included."""
+        return sum(array.nbytes for array in self._arrays())
+
+    @property
+    def _row_nbytes(self) -> int:
+        held = [rows for rows in (self.k_rows, self.v_rows) if rows is not None]
+        return sum(rows.shape[1] * rows.shape[3] * rows.dtype.size for rows in held)
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of dense K and V of every token seen, in the cache's dtype."""
+        return sum(self.tokens) * self._row_nbytes
+
+    @property
+    def compressed_nbytes(self) -> int:
+        """Bytes of the closed blocks."""
+        return sum(blocks.nbytes for blocks in self.blocks)
+
+    @property
+    def compressed_dense_nbytes(self) -> int:
+        """Bytes of the dense rows that the closed blocks stand for, of heads that forget them too."""
+        return sum(self.block_counts) * self.config.block_size * self._row_nbytes
+
+    # appending
+
+    def append(self, k: mx.array, v: mx.array, spans: Spans | None = None) -> None:
+        """Store a chunk's rows, ``k [B, Hkv, n, D]`` and ``v [B, Hkv, n, Dv]``; of a padded one those of ``spans``."""
+        batch, heads, length, _ = k.shape
+        if self.tokens and self.batch_size != batch:
+            raise ValueError(f"keys must have the cache's batch size {self.batch_size}, got {batch}")
+        if self.groups is not None and sum(len(group.heads) for group in self.groups) != heads:
+            raise ValueError(f"keys must have the kv heads of {[list(g.heads) for g in self.groups]}, got {heads}")
+        for name, held, new in (("keys", self.k_rows, k), ("values", self.v_rows, v)):
+            if held is not None and (held.shape[1], held.shape[3], held.dtype) != (heads, new.shape[3], new.dtype):
+                raise ValueError(
+                    f"{name} must be as the cache's: {held.shape[1]} heads of {held.shape[3]} channels, {held.dtype}; "
+                    f"got {heads} of {new.shape[3]}, {new.dtype}"
+                )
+        if not self.tokens:
+            self.reset(batch)
+        added = [length] * batch if spans is None else [count for _, count in spans]
+        self._grow(k, v, max(self.rows) + length)
+        assert self.k_rows is not None and self.v_rows is not None
+        if len(set(self.rows)) == 1 and set(added) == {length}:
+            start = self.rows[0]
+            self.k_rows[:, :, start : start + length] = k
+            self.v_rows[:, :, start : start + length] = v
+        else:
+            where = (mx.array(self.rows)[:, None] + mx.arange(length))[:, None, :, None]
+            if spans is not None:  # the real rows first; what follows them lies in spare room
+                k, v = (_rolled(chunk, [-first for first, _ in spans]) for chunk in (k, v))
+            self.k_rows = mx.put_along_axis(self.k_rows, where, k, axis=2)
+            self.v_rows = mx.put_along_axis(self.v_rows, where, v, axis=2)
+        self.rows = [row + count for row, count in zip(self.rows, added, strict=True)]
+        self.tokens = [token + count for token, count in zip(self.tokens, added, strict=True)]
+
+    def _grow(self, k: mx.array, v: mx.array, needed: int) -> None:
+        if self.k_rows is not None and self.k_rows.shape[2] >= needed:
+            return
+        capacity = -(-needed // self.config.block_size) * self.config.block_size
+        self.k_rows, self.v_rows = _resized(self.k_rows, k, capacity), _resized(self.v_rows, v, capacity)
+
+    # attending
+
+    def attend(
+        self, q: mx.array, spans: Spans | None = None, sm_scale: float | None = None, sink: mx.array | None = None
+    ) -> mx.array:
+        """Attend the newest rows' queries ``q [B, Hq, n, D]`` causally to everything seen, then close what is due.
+
+        ``spans`` are those that the rows were appended with; the output of padding means nothing.
+        """
+        scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+        if spans is None and len(set(self.rows)) == 1:
+            out = self._attend(q, None, scale, sink)
+        else:
+            length = q.shape[2]
+            shift = [0] * self.batch_size if spans is None else [length - first - count for first, count in spans]
+            # the last real query stands at the last row, so that causality is the plain one
+            out = _rolled(self._attend(_rolled(q, shift), spans, scale, sink), [-each for each in shift])
+        self.close(self.config.window)
+        return out
+
+    def _attend(self, q: mx.array, spans: Spans | None, scale: float, sink: mx.array | None) -> mx.array:
+        assert self.k_rows is not None and self.v_rows is not None
+        stored, length = max(self.rows), q.shape[2]
+        k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
+        lens = mx.array(self.rows) if len(set(self.rows)) > 1 or spans is not None else None
+        if not self.blocks:
+            return _exact(q, k, v, lens, scale, sink)
+        groups, blocks_of = self.head_groups(), iter(self.blocks)
+        heads_kv, heads_q = k.shape[1], q.shape[1]
+        outs = []
+        for heads, config, _ in groups:
+            own_q, own_k, own_v = (pick(part, heads, heads_kv) for part in (q, k, v))
+            own_sink = None if sink is None else pick(sink.reshape(1, heads_q), heads, heads_kv).reshape(-1)
+            blocks = None if config is None else next(blocks_of)
+            if config is None or blocks is None:
+                outs.append(_exact(own_q, own_k, own_v, lens, scale, own_sink))
+            elif length >= REBUILT_FROM and config.chunk_top_k is None and lens is None:
+                rebuilt = _ops("compress").reconstruct_blocks(blocks)
+                every_k, every_v = (mx.concatenate([a, b], axis=2) for a, b in zip(rebuilt, (own_k, own_v)))
+                outs.append(_exact(own_q, every_k, every_v, None, scale, own_sink))
+            else:
+                chosen = self._route(config, blocks, own_q, spans, scale)
+                decode = _ops("decode").decode_attention
+                state = decode(own_q, blocks, own_k, own_v, chosen, lens, None, None, own_sink, scale)
+                outs.append(state[0])
+        return put_back(outs, [group.heads for group in groups])
+
+    def _route(
+        self, config: DKVConfig, blocks: CompressedBlocks, q: mx.array, spans: Spans | None, scale: float
+    ) -> mx.array:
+        total = blocks.num_blocks
+        top_k = config.top_k if q.shape[2] == 1 else (config.chunk_top_k or total)
+        if top_k >= total:
+            every = mx.arange(total, dtype=mx.int32)[None]
+            every = mx.where(every < mx.array(self.block_counts)[:, None], every, mx.array(-1, dtype=mx.int32))
+            return mx.broadcast_to(every[:, None], (self.batch_size, blocks.num_kv_heads, total))
+        if spans is not None:  # padding, which lies before the real queries here, has no say in the selection
+            first = mx.array([q.shape[2] - count for _, count in spans])[:, None, None, None]
+            q = mx.where(mx.arange(q.shape[2])[:, None] >= first, q, q[:, :, -1:])
+        sinks = 0 if config.sink_tokens else min(config.sink_blocks, top_k)
+        route = _ops("route").route_blocks
+        return route(q, blocks, top_k, config.router, config.share, scale, sinks, config.recent_blocks)
+
+    # closing blocks
+
+    def close(self, window: int) -> None:
+        """Compress the oldest full blocks behind the sink tokens, leaving at least ``window`` rows exact.
+
+        A block closes once the window holds ``window + block_size`` rows, so the same blocks close at the same tokens
+        however the tokens came.
+        """
+        check_count("window", window)
+        size = self.config.block_size
+        sinks, due = due_blocks(self.config, self.tokens, self.rows, window)
+        if not any(due):
+            return
+        assert self.k_rows is not None and self.v_rows is not None
+        groups = self.stored_groups()
+        new = [self._compressed(group, sinks, due) for group in groups]  # all of them before any is kept
+        old: Sequence[CompressedBlocks | None] = self.blocks or (None,) * len(groups)
+        self.blocks = tuple(
+            join_blocks(before, self.block_counts, after, due) for before, after in zip(old, new, strict=True)
+        )
+        self.block_counts = [a + b for a, b in zip(self.block_counts, due, strict=True)]
+        left = [row - count * size for row, count in zip(self.rows, due, strict=True)]
+        capacity = -(-max(left) // size) * size
+        self.k_rows = self._without(self.k_rows, sinks, due, capacity)
+        self.v_rows = self._without(self.v_rows, sinks, due, capacity)
+        self.rows = left
+
+    def _compressed(self, group: HeadGroup, sinks: list[int], due: list[int]) -> CompressedBlocks:
+        """The rows that are due, ``due[b]`` blocks behind ``sinks[b]`` rows, of a group's heads."""
+        size = self.config.block_size
+        if len(set(due)) == 1 and len(set(sinks)) == 1:
+            return self._compressed_rows(group, slice(None), slice(sinks[0], sinks[0] + due[0] * size))
+        rows = [
+            self._compressed_rows(group, slice(row, row + 1), slice(sink, sink + count * size)) if count else None
+            for row, (sink, count) in enumerate(zip(sinks, due, strict=True))
+        ]
+        return stack_rows(rows)
+
+    def _compressed_rows(self, group: HeadGroup, sequences: slice, rows: slice) -> CompressedBlocks:
+        assert self.k_rows is not None and self.v_rows is not None
+        closing = [buffer[sequences, :, rows] for buffer in (self.k_rows, self.v_rows)]
+        k, v = (pick(each, group.heads, each.shape[1]) for each in closing)
+        weight = None if group.channel_weight is None else mx.array(group.channel_weight, dtype=mx.float32)
+        return compress_blocks(k, v, config=group.config, channel_weight=weight)
+
+    def _without(self, buffer: mx.array, sinks: list[int], due: list[int], capacity: int) -> mx.array:
+        """A new, smaller buffer without the closed rows."""
+        kept = mx.zeros((*buffer.shape[:2], capacity, buffer.shape[3]), dtype=buffer.dtype)
+        size = self.config.block_size
+        for row, (sink, count, stored) in enumerate(zip(sinks, due, self.rows, strict=True)):
+            kept[row, :, :sink] = buffer[row, :, :sink]
+            kept[row, :, sink : stored - count * size] = buffer[row, :, sink + count * size : stored]
+        return kept
+
+    # surgery: each of these walks every part
+
+    def crop(self, count: int) -> int:
+        """Remove the newest ``count`` tokens of every sequence, all that it has where it has fewer; how many at most.
+
+        Raises
+        ------
+        ValueError
+            When a removed token lies in a closed block. Nothing was changed then.
+        """
+        check_count("count", count)
+        gone = [min(count, token) for token in self.tokens]
+        check_crop(self.config, self.tokens, self.rows, self.block_counts, gone, f"trim of {count} tokens")
+        self.rows = [row - lost for row, lost in zip(self.rows, gone, strict=True)]
+        self.tokens = [token - lost for token, lost in zip(self.tokens, gone, strict=True)]
+        if not any(self.tokens):
+            self.reset(self.batch_size)
+        return max(gone, default=0)
+
+    def select(self, index: Sequence[int]) -> None:
+        """Make the batch the sequences of ``index``, repeats allowed."""
+        if any(not 0 <= i < self.batch_size for i in index):
+            raise IndexError(f"index must name sequences 0..{self.batch_size - 1}, got {list(index)}")
+        where = mx.array(list(index), dtype=mx.int32)
+        self.tokens, self.rows, self.block_counts = (
+            [values[i] for i in index] for values in (self.tokens, self.rows, self.block_counts)
+        )
+        if not any(self.tokens):
+            self.reset(len(index))
+            return
+        capacity = -(-max(self.rows) // self.config.block_size) * self.config.block_size
+        assert self.k_rows is not None and self.v_rows is not None
+        self.k_rows, self.v_rows = (
+            mx.take(part[:, :, :capacity], where, axis=0) for part in (self.k_rows, self.v_rows)
+        )
+        most = max(self.block_counts)
+        self.blocks = tuple(
+            with_counts(cut_blocks(blocks.map(lambda part: mx.take(part, where, axis=0)), most), self.block_counts)
+            for blocks in (self.blocks if most else ())
+        )
+
+
+def joined(layers: Sequence[LayerCache]) -> LayerCache:
+    """One batch of the sequences of several caches with the same settings; a cache may have seen nothing yet."""
+    one = layers[0].like()
+    one.reset(sum(layer.batch_size for layer in layers))
+    full = [layer for layer in layers if layer.k_rows is not None]
+    if not full:
+        return one
+    for layer in layers:
+        if (layer.config, layer.groups) != (one.config, one.groups):
+            raise ValueError("caches of one batch must have the same config and head groups")
+        if layer.k_rows is not None and not _same_rows(layer, full[0]):
+            raise ValueError("caches of one batch must have the same kv heads, channels and dtype")
+    one.tokens, one.rows, one.block_counts = (
+        [value for layer in layers for value in getattr(layer, name)] for name in ("tokens", "rows", "block_counts")
+    )
+    stored = max(one.rows)
+    capacity = -(-stored // one.config.block_size) * one.config.block_size
+    for name in ("k_rows", "v_rows"):
+        like = getattr(full[0], name)
+        rows = mx.zeros((one.batch_size, like.shape[1], capacity, like.shape[3]), dtype=like.dtype)
+        first = 0
+        for layer in layers:
+            held, batch = getattr(layer, name), layer.batch_size
+            if held is not None:
+                most = min(max(layer.rows), held.shape[2])
+                rows[first : first + batch, :, :most] = held[:, :, :most]
+            first += batch
+        setattr(one, name, rows)
+    if any(one.block_counts):
+        one.blocks = tuple(
+            with_counts(
+                stack_rows([_single(layer, group, row) for layer in layers for row in range(layer.batch_size)]),
+                one.block_counts,
+            )
+            for group in range(len(one.stored_groups()))
+        )
+    return one
+
+
+def _single(layer: LayerCache, group: int, row: int) -> CompressedBlocks | None:
+    """The blocks of one sequence, None where it has none."""
+    count = layer.block_counts[row]
+    if not count:
+        return None
+    every = dataclasses.replace(layer.blocks[group], block_counts=None)
+    return every.map(lambda part: part[row : row + 1, :count])
+
+
+def _same_rows(layer: LayerCache, other: LayerCache) -> bool:
+    pairs = ((layer.k_rows, other.k_rows), (layer.v_rows, other.v_rows))
+    return all((a.shape[1], a.shape[3], a.dtype) == (b.shape[1], b.shape[3], b.dtype) for a, b in pairs)  # type: ignore[union-attr]
+
+
+def _ops(name: str) -> ModuleType:
+    """The Metal kernels where Metal is found, else their twin."""
+    return op_module("mlx", name)
+
+
+def _exact(
+    q: mx.array, k: mx.array, v: mx.array, lens: mx.array | None, scale: float, sink: mx.array | None
+) -> mx.array:
+    """Attention over plain rows, causal and bottom-right aligned; mlx's own where all sequences are as long."""
+    if lens is not None:
+        return _ops("decode").exact_attention(q, k, v, True, lens, None, None, sink, scale)[0]
+    mask = "causal" if q.shape[2] > 1 else None
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sink)
+
+
+def _rolled(x: mx.array, shifts: Sequence[int]) -> mx.array:
+    """``x [B, H, n, D]`` with each sequence's rows moved on by its shift, round the end."""
+    if not any(shifts):
+        return x
+    index = (mx.arange(x.shape[2]) - mx.array(list(shifts))[:, None]) % x.shape[2]
+    return mx.take_along_axis(x, index[:, None, :, None], axis=2)
+
+
+def _resized(buffer: mx.array | None, like: mx.array, capacity: int) -> mx.array:
+    grown = mx.zeros((*like.shape[:2], capacity, like.shape[3]), dtype=like.dtype)
+    if buffer is not None:
+        grown[:, :, : buffer.shape[2]] = buffer
+    return grown
