@@ -1,0 +1,122 @@
+"""Which key blocks a sample of a query block's queries attends most: matrix products, so torch's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORKSPACE_BYTES = 256 << 20  # logits held at one time; more sampled queries are taken in pieces
+
+
+def sampled_queries(length: int, prefill_block: int, stride: int) -> list[int]:
+    """The queries that are scored: the last of every ``stride`` of a query block, and its last."""
+    found = []
+    for start in range(0, length, prefill_block):
+        stop = min(start + prefill_block, length)
+        found += [min(first + stride, stop) - 1 for first in range(start, stop, stride)]
+    return found
+
+
+def sampled_scores(
+    q: Tensor,
+    k: Tensor,
+    block_size: int,
+    prefill_block: int,
+    stride: int,
+    sm_scale: float,
+    first: int,
+    offset: int,
+) -> Tensor:
+    """Log of the mass of every key block for the sampled queries, ``[B, Hkv, G, M, N]``; -inf where none is visible.
+
+    The first query stands at position ``first``, the first key at ``offset``.
+    """
+    batch, heads, length, dim = q.shape
+    heads_kv, keys = k.shape[1:3]
+    wide = torch.float32
+    places = sampled_queries(length, prefill_block, stride)
+    at = torch.tensor(places, dtype=torch.long, device=q.device)
+    count = -(-keys // block_size)
+    scores = q.new_full((batch, heads_kv, heads // heads_kv, len(at), count), -torch.inf, dtype=wide)
+    if scores.numel() == 0:
+        return scores
+    rows = q[:, :, at].to(wide).mul(sm_scale).unflatten(1, (heads_kv, -1))  # [B, Hkv, G, M, D]
+    whole = keys % block_size == 0
+    k = k.to(wide) if whole else torch.nn.functional.pad(k.to(wide), (0, 0, 0, -keys % block_size))
+    inside = torch.arange(k.shape[2], device=q.device) + offset
+    step = max(1, WORKSPACE_BYTES // (4 * 4 * batch * heads * k.shape[2]))
+    for low in range(0, len(at), step):
+        part = rows[:, :, :, low : low + step]
+        position, here = at[low : low + step] + first, places[low : low + step]
+        seen = min(count, max(0, (here[-1] + first - offset) // block_size + 1))  # blocks that one of them sees
+        if seen == 0:
+            continue
+        reach = seen * block_size
+        logits = (part.flatten(2, 3) @ k[:, :, :reach].mT).unflatten(2, part.shape[2:4])
+        if here[0] + first < offset + reach - 1 or not whole:
+            hidden = (inside[:reach] > position[:, None]) | (inside[:reach] >= offset + keys)
+            logits.masked_fill_(hidden, -torch.inf)
+        logits = logits.unflatten(-1, (seen, block_size))
+        peak = logits.amax(-1)
+        safe = torch.where(peak == -torch.inf, 0.0, peak)
+        total = logits.sub_(safe[..., None]).exp_().sum(-1).log_()
+        scores[:, :, :, low : low + step, :seen] = total + safe
+    return scores
+
+
+def block_shares(scores: Tensor, heads_kv: int, length: int, prefill_block: int, stride: int) -> Tensor:
+    """Mean share of the attention of a query block's sampled queries that each key block has, ``[B, Hkv, n, N]``."""
+    scores = torch.where(scores.isnan(), -torch.inf, scores)
+    peak = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores
+    weight = (scores - torch.where(peak == -torch.inf, 0.0, peak)).exp()
+    share = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    share = share.mean(2)  # [B, Hkv, M, N]
+    per = -(-prefill_block // stride)
+    blocks = -(-length // prefill_block)
+    last = -(-(length - (blocks - 1) * prefill_block) // stride) if blocks else 0
+    whole = share[:, :, : per * (blocks - 1)] if blocks else share
+    parts = [whole.unflatten(2, (-1, per)).mean(3)] if blocks > 1 else []
+    return torch.cat([*parts, share[:, :, share.shape[2] - last :].mean(2, keepdim=True)], dim=2) if blocks else share
+
+
+def choose_blocks(
+    share: Tensor,
+    keys: int,
+    length: int,
+    block_size: int,
+    prefill_block: int,
+    top_k: int,
+    prefill_window: int,
+    ratio: float,
+    mass: float,
+) -> Tensor:
+    """The first block, the window's, and the best others by ``share [B, Hkv, n, N]``; as ``select_key_blocks``."""
+    query_blocks, count = share.shape[2:]
+    width = _width(count, block_size, prefill_block, top_k, prefill_window, ratio)
+    if share.numel() == 0:
+        return torch.full((*share.shape[:3], width), -1, dtype=torch.int32, device=share.device)
+    starts = torch.arange(query_blocks, device=share.device) * prefill_block + keys - length
+    ends = torch.clamp(starts + prefill_block - 1, max=keys - 1)  # last visible key of each query block
+    slots = torch.arange(count, device=share.device)
+    candidate = slots * block_size <= ends[:, None]
+    near = (slots + 1) * block_size > (starts - prefill_window)[:, None]
+    pinned = candidate & (near | (slots == 0))
+    limit = (ratio * candidate.sum(-1, keepdim=True).double()).ceil().long().clamp(max=top_k)
+    room = torch.maximum(pinned.sum(-1, keepdim=True), limit)  # pinned blocks are never dropped
+    key = torch.where(pinned, torch.inf, torch.where(candidate, share, -1.0))
+    order = key.sort(dim=-1, descending=True, stable=True).indices[..., :width]
+    rank = torch.arange(order.shape[-1], device=share.device)
+    usable = (order * block_size <= ends[:, None]) & (rank < room)
+    if mass < 1:
+        sorted_share = torch.where(candidate, share, 0.0).gather(-1, order)
+        before = sorted_share.cumsum(-1) - sorted_share
+        enough = before >= mass * torch.where(candidate, share, 0.0).sum(-1, keepdim=True)
+        usable &= ~enough | (rank < pinned.sum(-1, keepdim=True))
+    chosen = torch.where(usable, order, count).sort(dim=-1).values
+    return torch.where(chosen < count, chosen, -1).int()
+
+
+def _width(count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int, ratio: float) -> int:
+    """Room for the most that a query block may choose, and for every block that its window can touch."""
+    most = min(top_k, int(-(-ratio * count // 1)))
+    return min(count, max(most, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))
