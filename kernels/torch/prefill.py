@@ -27,8 +27,12 @@ def select_key_blocks(
 ) -> Tensor:
     """Key blocks of every query block, ``[B, Hkv, ceil(Sq / prefill_block), W]`` int32, ascending, -1 where unused."""
     keys, length = k.shape[2], q.shape[2]
+    if q.shape[0] == 0 or length == 0 or keys == 0:
+        width = selection_width(-(-keys // block_size), block_size, prefill_block, top_k, prefill_window, ratio)
+        size = (q.shape[0], k.shape[1], -(-length // prefill_block), width)
+        return torch.full(size, -1, dtype=torch.int32, device=q.device)
     scores = sampled_scores(q, k, block_size, prefill_block, stride, sm_scale, keys - length, 0)
-    share = block_shares(scores, k.shape[1], length, prefill_block, stride)
+    share = block_shares(scores, length, prefill_block, stride)
     return choose_blocks(share, keys, length, block_size, prefill_block, top_k, prefill_window, ratio, mass)
 
 
@@ -88,16 +92,14 @@ def sampled_scores(
     return scores
 
 
-def block_shares(scores: Tensor, heads_kv: int, length: int, prefill_block: int, stride: int) -> Tensor:
+def block_shares(scores: Tensor, length: int, prefill_block: int, stride: int) -> Tensor:
     """Mean share of the attention of a query block's sampled queries that each key block has, ``[B, Hkv, n, N]``."""
     share, _ = softmax_weights(torch.where(scores.isnan(), -torch.inf, scores), (4,))
     share = share.mean(2)  # [B, Hkv, M, N]
-    per = -(-prefill_block // stride)
-    blocks = -(-length // prefill_block)
-    last = -(-(length - (blocks - 1) * prefill_block) // stride) if blocks else 0
-    whole = share[:, :, : per * (blocks - 1)] if blocks else share
-    parts = [whole.unflatten(2, (-1, per)).mean(3)] if blocks > 1 else []
-    return torch.cat([*parts, share[:, :, share.shape[2] - last :].mean(2, keepdim=True)], dim=2) if blocks else share
+    per, whole = -(-prefill_block // stride), max(0, -(-length // prefill_block) - 1)
+    first, last = share[:, :, : per * whole], share[:, :, per * whole :]
+    parts = [first.unflatten(2, (whole, per)).mean(3)] if whole else []
+    return torch.cat([*parts, last.mean(2, keepdim=True)], dim=2) if last.shape[2] else share
 
 
 def choose_blocks(
@@ -113,9 +115,7 @@ def choose_blocks(
 ) -> Tensor:
     """The first block, the window's, and the best others by ``share [B, Hkv, n, N]``; as ``select_key_blocks``."""
     query_blocks, count = share.shape[2:]
-    width = _width(count, block_size, prefill_block, top_k, prefill_window, ratio)
-    if share.numel() == 0:
-        return torch.full((*share.shape[:3], width), -1, dtype=torch.int32, device=share.device)
+    width = selection_width(count, block_size, prefill_block, top_k, prefill_window, ratio)
     starts = torch.arange(query_blocks, device=share.device) * prefill_block + keys - length
     ends = torch.clamp(starts + prefill_block - 1, max=keys - 1)  # last visible key of each query block
     slots = torch.arange(count, device=share.device)
@@ -137,7 +137,9 @@ def choose_blocks(
     return torch.where(chosen < count, chosen, -1).int()
 
 
-def _width(count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int, ratio: float) -> int:
+def selection_width(
+    count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int, ratio: float
+) -> int:
     """Room for the most that a query block may choose, and for every block that its window can touch."""
     most = min(top_k, int(-(-ratio * count // 1)))
     return min(count, max(most, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))

@@ -64,19 +64,17 @@ def sampled_scores(
     return scores
 
 
-def block_shares(scores: Tensor, heads_kv: int, length: int, prefill_block: int, stride: int) -> Tensor:
+def block_shares(scores: Tensor, length: int, prefill_block: int, stride: int) -> Tensor:
     """Mean share of the attention of a query block's sampled queries that each key block has, ``[B, Hkv, n, N]``."""
     scores = torch.where(scores.isnan(), -torch.inf, scores)
     peak = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores
     weight = (scores - torch.where(peak == -torch.inf, 0.0, peak)).exp()
     share = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     share = share.mean(2)  # [B, Hkv, M, N]
-    per = -(-prefill_block // stride)
-    blocks = -(-length // prefill_block)
-    last = -(-(length - (blocks - 1) * prefill_block) // stride) if blocks else 0
-    whole = share[:, :, : per * (blocks - 1)] if blocks else share
-    parts = [whole.unflatten(2, (-1, per)).mean(3)] if blocks > 1 else []
-    return torch.cat([*parts, share[:, :, share.shape[2] - last :].mean(2, keepdim=True)], dim=2) if blocks else share
+    per, whole = -(-prefill_block // stride), max(0, -(-length // prefill_block) - 1)
+    first, last = share[:, :, : per * whole], share[:, :, per * whole :]
+    parts = [first.unflatten(2, (whole, per)).mean(3)] if whole else []
+    return torch.cat([*parts, last.mean(2, keepdim=True)], dim=2) if last.shape[2] else share
 
 
 def choose_blocks(
@@ -92,9 +90,7 @@ def choose_blocks(
 ) -> Tensor:
     """The first block, the window's, and the best others by ``share [B, Hkv, n, N]``; as ``select_key_blocks``."""
     query_blocks, count = share.shape[2:]
-    width = _width(count, block_size, prefill_block, top_k, prefill_window, ratio)
-    if share.numel() == 0:
-        return torch.full((*share.shape[:3], width), -1, dtype=torch.int32, device=share.device)
+    width = selection_width(count, block_size, prefill_block, top_k, prefill_window, ratio)
     starts = torch.arange(query_blocks, device=share.device) * prefill_block + keys - length
     ends = torch.clamp(starts + prefill_block - 1, max=keys - 1)  # last visible key of each query block
     slots = torch.arange(count, device=share.device)
@@ -116,7 +112,9 @@ def choose_blocks(
     return torch.where(chosen < count, chosen, -1).int()
 
 
-def _width(count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int, ratio: float) -> int:
+def selection_width(
+    count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int, ratio: float
+) -> int:
     """Room for the most that a query block may choose, and for every block that its window can touch."""
     most = min(top_k, int(-(-ratio * count // 1)))
     return min(count, max(most, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))

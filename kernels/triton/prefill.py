@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
 from ._rows import NONE, capped, device, max_of, rounded, softmax_step, sum_of
-from ._sample import block_shares, choose_blocks, sampled_scores
+from ._sample import block_shares, choose_blocks, sampled_scores, selection_width
 
 
 class PrefillConfig(NamedTuple):
@@ -193,8 +193,12 @@ def select_key_blocks(
 ) -> Tensor:
     """Key blocks of every query block, ``[B, Hkv, ceil(Sq / prefill_block), W]`` int32, ascending, -1 where unused."""
     keys, length = k.shape[2], q.shape[2]
+    if q.shape[0] == 0 or length == 0 or keys == 0:
+        width = selection_width(-(-keys // block_size), block_size, prefill_block, top_k, prefill_window, ratio)
+        size = (q.shape[0], k.shape[1], -(-length // prefill_block), width)
+        return torch.full(size, -1, dtype=torch.int32, device=q.device)
     scores = sampled_scores(q, k, block_size, prefill_block, stride, sm_scale, keys - length, 0)
-    share = block_shares(scores, k.shape[1], length, prefill_block, stride)
+    share = block_shares(scores, length, prefill_block, stride)
     return choose_blocks(share, keys, length, block_size, prefill_block, top_k, prefill_window, ratio, mass)
 
 
