@@ -108,7 +108,7 @@ def select_key_blocks(
     ratio : float, optional
         Share of the visible key blocks that is selected at most, above 0 and at most 1.
     mass : float, optional
-        Share of the sampled queries' attention at which the selection stops.
+        Share of the sampled queries' attention outside the first block at which the selection stops.
 
     Returns
     -------
@@ -141,8 +141,8 @@ def select_key_blocks(
             others = np.setdiff1d(np.arange(candidates), mandatory)
             best = others[np.argsort(-p[others], kind="stable")][: max(0, limit - len(mandatory))]
             if mass is not None and mass < 1:
-                before = p[mandatory].sum() + np.cumsum(p[best]) - p[best]
-                best = best[before < mass * p.sum()]
+                before = p[mandatory[mandatory > 0]].sum() + np.cumsum(p[best]) - p[best]
+                best = best[before < mass * p[1:].sum()]
             chosen = np.sort(np.concatenate([mandatory, best]))
             selected[b, h, t, : len(chosen)] = chosen
     return selected

@@ -162,7 +162,7 @@ def check_selection(prompt: Prompt, sm_scale: float | None = None) -> None:
             want += free[:room]
         else:
             for j in free[:room]:
-                if share[want].sum() >= prompt.mass * share.sum():
+                if sum(share[i] for i in want if i) >= prompt.mass * share[1:].sum():
                     break
                 want.append(j)
         assert sorted(want) == chosen

@@ -47,6 +47,8 @@ class LayerCache:
         Closed blocks of each sequence.
     blocks : tuple of CompressedBlocks
         Those of each stored group; empty while no block is closed.
+    visited, visible : int
+        Key blocks that query blocks attended in block-sparse prefill, and those that they could see.
     k_rows, v_rows : Tensor [B, Hkv, capacity, D or Dv] or None
         Exact rows; those beyond ``rows`` are spare room.
     """
@@ -89,6 +91,7 @@ class LayerCache:
         self.blocks: tuple[CompressedBlocks, ...] = ()
         self.k_rows: Tensor | None = None
         self.v_rows: Tensor | None = None
+        self.visited = self.visible = 0
         self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
 
     def head_groups(self) -> tuple[HeadGroup, ...]:
@@ -203,7 +206,7 @@ class LayerCache:
             at = torch.arange(q.shape[2], device=q.device) if padding is None else padding[low].nonzero().flatten()
             at = at[max(0, self.config.prefill_dense_below - tokens + len(at)) :]
             if len(at):
-                state = attend_past(
+                state, visited, visible = attend_past(
                     q[sequences].index_select(2, at),
                     self._pasts(sequences),
                     self._selects(),
@@ -213,6 +216,8 @@ class LayerCache:
                     sink,
                 )
                 out[sequences].index_copy_(2, at, saturated(state, out.dtype))
+                self.visited += visited
+                self.visible += visible
 
     def _selects(self) -> tuple[bool, ...]:
         assert self.k_rows is not None

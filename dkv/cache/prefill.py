@@ -61,15 +61,17 @@ def attend_past(
     sm_scale: float,
     softcap: float | None,
     sink: Tensor | None,
-) -> Tensor:
-    """The newest queries ``q [B, Hq, n, D]`` over their past, whose last ``n`` rows are their own, ``[B, Hq, n, Dv]``.
+) -> tuple[Tensor, int, int]:
+    """The newest queries ``q [B, Hq, n, D]`` over their past, whose last ``n`` rows are their own.
+
+    Gives ``[B, Hq, n, Dv]``, and how many key blocks all query blocks of all heads attend and could attend.
 
     ``pasts`` holds the kv heads of each past; ``selects [Hkv]`` says which of them select key blocks beyond the
     mandatory ones.
     """
     heads_kv = sum(len(heads) for heads, _ in pasts)
     order: list[tuple[int, ...]] = []
-    outs, lses = [], []
+    outs, lses, visited, visible = [], [], 0, 0
     for heads, past in pasts:
         for wanted in (True, False):
             own = tuple(place for place, head in enumerate(heads) if selects[head] == wanted)
@@ -78,11 +80,20 @@ def attend_past(
             order.append(tuple(heads[place] for place in own))
             blocks = past.blocks if past.blocks is None else _of_heads(past.blocks, own)
             part = Past(pick(past.k, own, len(heads)), pick(past.v, own, len(heads)), past.sinks, blocks)
-            out, lse = _attend(pick(q, order[-1], heads_kv), part, wanted, config, sm_scale, softcap)
+            out, lse, lists = _attend(pick(q, order[-1], heads_kv), part, wanted, config, sm_scale, softcap)
             outs.append(out)
             lses.append(lse)
+            visited += int((lists >= 0).sum())
+            visible += _visible_blocks(q.shape[2], len(part), config) * len(own) * q.shape[0]
     out, lse = put_back(outs, order), put_back(lses, order)
-    return out if sink is None else with_sink(out, lse, sink)[0]
+    return (out if sink is None else with_sink(out, lse, sink)[0]), visited, visible
+
+
+def _visible_blocks(length: int, total: int, config: DKVConfig) -> int:
+    """Key blocks at or before the last query of each query block, over all query blocks."""
+    first, block = total - length, config.prefill_block
+    lasts = (min(first + start + block, total) - 1 for start in range(0, length, block))
+    return sum(last // config.prefill_keys + 1 for last in lasts)
 
 
 def _of_heads(blocks: CompressedBlocks, places: Sequence[int]) -> CompressedBlocks:
@@ -101,7 +112,8 @@ def _of_heads(blocks: CompressedBlocks, places: Sequence[int]) -> CompressedBloc
 
 def _attend(
     q: Tensor, past: Past, selects: bool, config: DKVConfig, sm_scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """State of some heads of one past, and the key blocks of their query blocks."""
     size, length, total = config.prefill_keys, q.shape[2], len(past)
     count, first = -(-total // size), total - length
     top_k, ratio, mass = config.prefill_limits() if selects else (1, 1.0, 1.0)
@@ -122,7 +134,7 @@ def _attend(
         share = q.new_zeros(*past.k.shape[:2], -(-length // config.prefill_block), count)
     lists = choose_blocks(share, total, length, size, config.prefill_block, top_k, config.prefill_window, ratio, mass)
     if kept is not None and count <= step:
-        return attend_blocks(q, *kept, lists, size, config.prefill_block, first, softcap, sm_scale)
+        return *attend_blocks(q, *kept, lists, size, config.prefill_block, first, softcap, sm_scale), lists
     states = [
         attend_blocks(q, *past.take(rows), part, size, config.prefill_block, start, softcap, sm_scale)
         for rows, part, start in _pieces(lists, every, size, first, step)
@@ -130,7 +142,7 @@ def _attend(
     out, lse = states[0]
     for state in states[1:]:
         out, lse = merge_states([out, state[0]], [lse, state[1]])
-    return out, lse
+    return out, lse, lists
 
 
 def _pieces(lists: Tensor, every: Tensor, size: int, first: int, step: int) -> Iterator[tuple[Tensor, Tensor, int]]:

@@ -129,9 +129,9 @@ def choose_blocks(
     rank = torch.arange(order.shape[-1], device=share.device)
     usable = (order * block_size <= ends[:, None]) & (rank < room)
     if mass < 1:
-        sorted_share = torch.where(candidate, share, 0.0).gather(-1, order)
-        before = sorted_share.cumsum(-1) - sorted_share
-        enough = before >= mass * torch.where(candidate, share, 0.0).sum(-1, keepdim=True)
+        share = torch.where(candidate & (slots > 0), share, 0.0)  # the first block takes what a head has no use for
+        taken = share.gather(-1, order)
+        enough = taken.cumsum(-1) - taken >= mass * share.sum(-1, keepdim=True)
         usable &= ~enough | (rank < pinned.sum(-1, keepdim=True))
     chosen = torch.where(usable, order, count).sort(dim=-1).values
     return torch.where(chosen < count, chosen, -1).int()
