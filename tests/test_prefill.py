@@ -183,6 +183,7 @@ def test_a_head_that_looks_at_its_window_selects_nothing_else(backend: str) -> N
     """One head's queries find a far block, the other's their own: the same mass is a budget of each head's own."""
     q, k = np.zeros((1, 2, 256, 4), np.float32), np.zeros((1, 2, 256, 4), np.float32)
     q[..., 0] = k[:, 0, 32:48, 0] = 8
+    k[0, 0, 0, 0] = 9.5  # takes nearly all, and is not counted
     k[0, 1, :, 0] = np.repeat(np.arange(16), 16)
     config = dkv.DKVConfig(
         block_size=16, prefill_block=16, prefill_window=0, prefill_mass=0.9, prefill_stride=4, num_residuals=3
@@ -252,7 +253,8 @@ def test_pieces_of_the_workspace_do_not_show(backend: str, with_sink: bool, monk
     q, k, v = prompt(7, 90)
     options = {"config": SMALL, "sink": np.arange(6, dtype=np.float32) if with_sink else None}
     whole = call(backend, "prefill_attention", q, k, v, **options)
-    monkeypatch.setattr(op_module(backend, "prefill"), "WORKSPACE_BYTES", 1)
+    for name, size in (("WORKSPACE_BYTES", 1), ("SCORED_NUMBERS", 1), ("SCORED_QUERIES", 3)):
+        monkeypatch.setattr(op_module(backend, "prefill"), name, size)
     close(call(backend, "prefill_attention", q, k, v, **options), whole, 2e-6)
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from .decode import accumulation_dtype, capped, distinct, empty_state, softmax_weights
 from .merge import merge_states, saturated
 
-WORKSPACE_BYTES = 64 << 20  # logits, gathered keys and values held at one time
+WORKSPACE_BYTES = 64 << 20  # gathered keys and values held at one time
+SCORED_QUERIES = 64  # per head, in one product
+SCORED_NUMBERS = 2 << 20  # logits of one product, few enough to stay in a cache
 
 
 def select_key_blocks(
@@ -69,26 +71,24 @@ def sampled_scores(
     if scores.numel() == 0:
         return scores
     rows = q[:, :, at].to(wide).mul(sm_scale).unflatten(1, (heads_kv, -1))  # [B, Hkv, G, M, D]
-    whole = keys % block_size == 0
-    k = k.to(wide) if whole else torch.nn.functional.pad(k.to(wide), (0, 0, 0, -keys % block_size))
-    inside = torch.arange(k.shape[2], device=q.device) + offset
-    step = max(1, WORKSPACE_BYTES // (4 * wide.itemsize * batch * heads * k.shape[2]))
-    for low in range(0, len(at), step):
-        part = rows[:, :, :, low : low + step]
-        position, here = at[low : low + step] + first, places[low : low + step]
-        seen = min(count, max(0, (here[-1] + first - offset) // block_size + 1))  # blocks that one of them sees
-        if seen == 0:
-            continue
-        reach = seen * block_size
-        logits = (part.flatten(2, 3) @ k[:, :, :reach].mT).unflatten(2, part.shape[2:4])
-        if here[0] + first < offset + reach - 1 or not whole:
-            hidden = (inside[:reach] > position[:, None]) | (inside[:reach] >= offset + keys)
-            logits.masked_fill_(hidden, -torch.inf)
-        logits = logits.unflatten(-1, (seen, block_size))
-        peak = logits.amax(-1)
-        safe = torch.where(peak == -torch.inf, 0.0, peak)
-        total = logits.sub_(safe[..., None]).exp_().sum(-1).log_()
-        scores[:, :, :, low : low + step, :seen] = total + safe
+    inside = torch.arange(keys, device=q.device) + offset
+    step = max(1, SCORED_NUMBERS // (batch * heads * min(len(at), SCORED_QUERIES) * block_size)) * block_size
+    for low in range(0, len(at), SCORED_QUERIES):
+        part, here = rows[:, :, :, low : low + SCORED_QUERIES], places[low : low + SCORED_QUERIES]
+        position = at[low : low + SCORED_QUERIES] + first
+        for start in range(0, min(keys, here[-1] + first - offset + 1), step):  # no key beyond the last query
+            tile = k[:, :, start : start + step].to(wide)
+            logits = (part.flatten(2, 3) @ tile.mT).unflatten(2, part.shape[2:4])
+            if here[0] + first < offset + start + tile.shape[2] - 1:
+                logits.masked_fill_(inside[start : start + step] > position[:, None], -torch.inf)
+            if tile.shape[2] % block_size:
+                logits = torch.nn.functional.pad(logits, (0, -tile.shape[2] % block_size), value=-torch.inf)
+            logits = logits.unflatten(-1, (-1, block_size))
+            peak = logits.amax(-1)
+            peak = torch.where(peak == -torch.inf, 0.0, peak)
+            total = logits.sub_(peak[..., None]).exp_().sum(-1).log_()
+            blocks = slice(start // block_size, start // block_size + peak.shape[-1])
+            scores[:, :, :, low : low + SCORED_QUERIES, blocks] = total + peak
     return scores
 
 

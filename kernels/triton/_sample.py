@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WORKSPACE_BYTES = 256 << 20  # logits held at one time; more sampled queries are taken in pieces
+SCORED_QUERIES = 512  # per head, in one product
+SCORED_NUMBERS = 64 << 20  # logits of one product
 
 
 def sampled_queries(length: int, prefill_block: int, stride: int) -> list[int]:
@@ -33,34 +34,31 @@ def sampled_scores(
     """
     batch, heads, length, dim = q.shape
     heads_kv, keys = k.shape[1:3]
-    wide = torch.float32
     places = sampled_queries(length, prefill_block, stride)
     at = torch.tensor(places, dtype=torch.long, device=q.device)
     count = -(-keys // block_size)
-    scores = q.new_full((batch, heads_kv, heads // heads_kv, len(at), count), -torch.inf, dtype=wide)
+    scores = q.new_full((batch, heads_kv, heads // heads_kv, len(at), count), -torch.inf, dtype=torch.float32)
     if scores.numel() == 0:
         return scores
-    rows = q[:, :, at].to(wide).mul(sm_scale).unflatten(1, (heads_kv, -1))  # [B, Hkv, G, M, D]
-    whole = keys % block_size == 0
-    k = k.to(wide) if whole else torch.nn.functional.pad(k.to(wide), (0, 0, 0, -keys % block_size))
-    inside = torch.arange(k.shape[2], device=q.device) + offset
-    step = max(1, WORKSPACE_BYTES // (4 * 4 * batch * heads * k.shape[2]))
-    for low in range(0, len(at), step):
-        part = rows[:, :, :, low : low + step]
-        position, here = at[low : low + step] + first, places[low : low + step]
-        seen = min(count, max(0, (here[-1] + first - offset) // block_size + 1))  # blocks that one of them sees
-        if seen == 0:
-            continue
-        reach = seen * block_size
-        logits = (part.flatten(2, 3) @ k[:, :, :reach].mT).unflatten(2, part.shape[2:4])
-        if here[0] + first < offset + reach - 1 or not whole:
-            hidden = (inside[:reach] > position[:, None]) | (inside[:reach] >= offset + keys)
-            logits.masked_fill_(hidden, -torch.inf)
-        logits = logits.unflatten(-1, (seen, block_size))
-        peak = logits.amax(-1)
-        safe = torch.where(peak == -torch.inf, 0.0, peak)
-        total = logits.sub_(safe[..., None]).exp_().sum(-1).log_()
-        scores[:, :, :, low : low + step, :seen] = total + safe
+    rows = q[:, :, at].float().mul(sm_scale).unflatten(1, (heads_kv, -1))  # [B, Hkv, G, M, D]
+    inside = torch.arange(keys, device=q.device) + offset
+    step = max(1, SCORED_NUMBERS // (batch * heads * min(len(at), SCORED_QUERIES) * block_size)) * block_size
+    for low in range(0, len(at), SCORED_QUERIES):
+        part, here = rows[:, :, :, low : low + SCORED_QUERIES], places[low : low + SCORED_QUERIES]
+        position = at[low : low + SCORED_QUERIES] + first
+        for start in range(0, min(keys, here[-1] + first - offset + 1), step):  # no key beyond the last query
+            tile = k[:, :, start : start + step].float()
+            logits = (part.flatten(2, 3) @ tile.mT).unflatten(2, part.shape[2:4])
+            if here[0] + first < offset + start + tile.shape[2] - 1:
+                logits.masked_fill_(inside[start : start + step] > position[:, None], -torch.inf)
+            if tile.shape[2] % block_size:
+                logits = torch.nn.functional.pad(logits, (0, -tile.shape[2] % block_size), value=-torch.inf)
+            logits = logits.unflatten(-1, (-1, block_size))
+            peak = logits.amax(-1)
+            peak = torch.where(peak == -torch.inf, 0.0, peak)
+            total = logits.sub_(peak[..., None]).exp_().sum(-1).log_()
+            blocks = slice(start // block_size, start // block_size + peak.shape[-1])
+            scores[:, :, :, low : low + SCORED_QUERIES, blocks] = total + peak
     return scores
 
 
