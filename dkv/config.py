@@ -123,7 +123,8 @@ class DKVConfig:
     sink_tokens : int
         First tokens of a sequence that the runtime keeps exact. They replace ``sink_blocks`` there.
     chunk_top_k : int, optional
-        Compressed blocks that a chunk of more than one query attends in the runtime; all of them when None.
+        Compressed blocks that a chunk of more than one query attends in the runtime, by ``router``. When None, all of
+        them below ``prefill_dense_below``, and key blocks by the fields that begin with ``prefill_`` from there on.
     prefill_block : int
         Queries that share one selection in :func:`dkv.prefill_attention`.
     prefill_key_block : int
