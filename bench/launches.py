@@ -167,7 +167,7 @@ def _prefill(g: Geometry) -> None:
     from dkv.kernels.triton import prefill
 
     q, (k, v), scale = g.queries(g.tokens), g.rows(g.tokens), g.head_dim**-0.5
-    chosen = prefill.select_key_blocks(q, k, g.format.block_size, 128, 16, 512, scale)
+    chosen = prefill.select_key_blocks(q, k, g.format.block_size, 128, 16, 512, scale, 32, 1.0, 1.0)
     prefill.prefill_attention(q, k, v, chosen, g.format.block_size, 128, g.softcap, g.sinks(), scale)
 
 

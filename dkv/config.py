@@ -15,6 +15,8 @@ FORMATS = ("compact", "fp32", "fp16", "bf16")
 ROUTERS = ("lowrank", "keys", "minmax", "residual")
 SHARES = ("kv_head", "all")
 EVERY_BLOCK = 2**31 - 1  # a top_k beyond any number of blocks
+EVERY_POSITION = 2**63 - 1  # a prefill_dense_below that makes all of prefill dense
+DEFAULT_PREFILL_KEYS = 2048  # that a query block attends where nothing else limits it
 HOW_TO_PROFILE = "make a profile with `dkv profile MODEL -o FILE`, then cfg.with_profile(dkv.HeadProfile.load(FILE))"
 
 
@@ -121,13 +123,29 @@ class DKVConfig:
     sink_tokens : int
         First tokens of a sequence that the runtime keeps exact. They replace ``sink_blocks`` there.
     chunk_top_k : int, optional
-        Compressed blocks that a chunk of more than one query attends in the runtime; all of them when None.
+        Compressed blocks that a chunk of more than one query attends in the runtime, by ``router``. When None, all of
+        them below ``prefill_dense_below``, and key blocks by the fields that begin with ``prefill_`` from there on.
     prefill_block : int
         Queries that share one selection in :func:`dkv.prefill_attention`.
+    prefill_key_block : int
+        Keys that are selected together in prefill; ``block_size`` where that is less.
+    prefill_stride : int
+        One query in so many is scored for the selection.
     prefill_top_k : int, optional
-        Key blocks per query block, sink, window and diagonal included; ``max(16, 2 * sqrt(blocks))`` when None.
+        Key blocks per query block at most, sink, window and diagonal included. 2,048 keys' worth when it,
+        ``prefill_ratio`` and ``prefill_mass`` are None.
+    prefill_ratio : float, optional
+        Share of the visible key blocks that a query block attends at most, above 0 and at most 1.
+    prefill_mass : float, optional
+        A query block's selection stops at this share of its attention, above 0 and at most 1; each head so takes what
+        it needs.
     prefill_window : int
         Newest tokens before a query block that it always attends.
+    prefill_share : float
+        In the runtime: share of the model's kv heads, by descending score of ``profile``, that select key blocks in
+        prefill. The others attend the first block, window and diagonal alone.
+    prefill_dense_below : int
+        In the runtime: queries at positions below this attend everything before them.
     tiers : tuple of HeadTier
         Splits the kv heads of the model by their scores in ``profile``; see :meth:`head_groups`. All heads of a layer
         are compressed together where there are none.
@@ -159,8 +177,14 @@ class DKVConfig:
     sink_tokens: int = 256
     chunk_top_k: int | None = None
     prefill_block: int = 128
+    prefill_key_block: int = 64
+    prefill_stride: int = 32
     prefill_top_k: int | None = None
+    prefill_ratio: float | None = None
+    prefill_mass: float | None = None
     prefill_window: int = 512
+    prefill_share: float = 1.0
+    prefill_dense_below: int = 8192
     tiers: tuple[HeadTier, ...] = ()
     profile: HeadProfile | None = None
     ratio: float | None = None
@@ -179,6 +203,9 @@ class DKVConfig:
         self._check_int("prefill_block", 1)
         self._check_int("prefill_top_k", 1, optional=True)
         self._check_int("prefill_window", 0)
+        self._check_int("prefill_key_block", 1)
+        self._check_int("prefill_stride", 1)
+        self._check_int("prefill_dense_below", 0)
         for name, choices in (("keep", KEEPS), ("format", FORMATS), ("router", ROUTERS), ("share", SHARES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
@@ -186,17 +213,28 @@ class DKVConfig:
         if self.profile is not None and not isinstance(self.profile, HeadProfile):
             raise TypeError(f"profile must be a HeadProfile, got {type(self.profile).__qualname__}")
         self._check_tiers()
+        self._check_prefill()
         self._check_ratio()
 
+    def _check_prefill(self) -> None:
+        self._check_number("prefill_share", 0, 1)
+        for name in ("prefill_ratio", "prefill_mass"):
+            self._check_number(name, 0, 1)
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} must be above 0, got 0")
+
+    def _check_number(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if value is None and type(self).__dataclass_fields__[name].default is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if not low <= value <= high:  # NaN is not
+            raise ValueError(f"{name} must be {low}..{high}, got {value}")
+
     def _check_ratio(self) -> None:
-        for name, low, high in (("ratio", 2, 16), ("routed_share", 0, 1)):
-            value = getattr(self, name)
-            if name == "ratio" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be {low}..{high}, got {value}")
+        self._check_number("ratio", 2, 16)
+        self._check_number("routed_share", 0, 1)
         if self.ratio is None:
             return
         own = [name for name in ("residual_bits", "key_bits", "value_bits") if getattr(self, name) is not None]
@@ -244,6 +282,31 @@ class DKVConfig:
             value_bits=self.value_bits,
             minmax=self.router == "minmax",
         )
+
+    # prefill
+
+    @property
+    def prefill_keys(self) -> int:
+        """Keys of a key block in prefill."""
+        return min(self.prefill_key_block, self.block_size)
+
+    def prefill_limits(self) -> tuple[int, float, float]:
+        """A query block's key blocks at most, their share of the visible ones and of its attention; 1 is no limit."""
+        ratio, mass = self.prefill_ratio or 1.0, self.prefill_mass or 1.0
+        if self.prefill_top_k is not None:
+            return self.prefill_top_k, ratio, mass
+        limited = self.prefill_ratio is not None or self.prefill_mass is not None
+        return EVERY_BLOCK if limited else math.ceil(DEFAULT_PREFILL_KEYS / self.prefill_keys), ratio, mass
+
+    def prefill_heads(self, layer: int, num_kv_heads: int) -> tuple[bool, ...]:
+        """Which kv heads of a layer select key blocks in prefill: the model's ``prefill_share`` by score."""
+        if self.prefill_share in (0, 1):
+            return (self.prefill_share == 1,) * num_kv_heads
+        if self.profile is None:
+            raise ValueError(f"prefill_share needs the profile of a model: {HOW_TO_PROFILE}")
+        ranked = self.profile.ranked_heads()
+        chosen = set(ranked[: round(self.prefill_share * len(ranked))])
+        return tuple((layer, head) in chosen for head in range(num_kv_heads))
 
     # head groups
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from dkv import _checks as check
@@ -26,8 +25,8 @@ def prefill_attention(
     """Causal attention, bottom-right aligned, in which each query block attends a few key blocks. Training-free.
 
     Every block of ``config.prefill_block`` queries attends the first key block, its recency window and diagonal, and
-    the key blocks whose sub-block means score highest, ``config.prefill_top_k`` in all. With every block selected the
-    result is dense causal attention.
+    the key blocks that a sample of its queries attends most, as many as ``config.prefill_top_k``, ``prefill_ratio`` and
+    ``prefill_mass`` allow. With every block selected the result is dense causal attention.
 
     Parameters
     ----------
@@ -51,11 +50,13 @@ def prefill_attention(
     chosen = resolve(backend, q=q, k=k, v=v, block_indices=block_indices, sink=sink)
     check.check_device(q=q, k=k, v=v, block_indices=block_indices, sink=sink)
     module = op_module(chosen, "prefill")
-    size, query_block = config.block_size, config.prefill_block
+    size, query_block = config.prefill_keys, config.prefill_block
     if block_indices is None:
-        count = -(-k.shape[2] // size)
-        top_k = config.prefill_top_k or max(16, math.ceil(2 * math.sqrt(count)))
-        block_indices = module.select_key_blocks(q, k, size, query_block, top_k, config.prefill_window, scale)
+        top_k, ratio, mass = config.prefill_limits()
+        limits = {"stride": config.prefill_stride, "ratio": ratio, "mass": mass}
+        block_indices = module.select_key_blocks(
+            q, k, size, query_block, top_k, config.prefill_window, scale, **limits
+        )
     else:
         sizes = {"B": q.shape[0], "Hkv": k.shape[1], "n": -(-q.shape[2] // query_block)}
         check.check_integers("block_indices", block_indices, "B Hkv n W", **sizes)

@@ -362,8 +362,10 @@ def _arguments(op: str, inputs: Inputs, options: dict[str, Any]) -> tuple[tuple[
         wide = to_numpy(inputs)
         rows = (np.concatenate([wide.k, wide.k_window], axis=2), np.concatenate([wide.v, wide.v_window], axis=2))
         if options.get("block_indices") is None:
-            settings = {"top_k": config.prefill_top_k, "prefill_window": config.prefill_window}
-            settings |= {"block_size": config.block_size, "prefill_block": config.prefill_block}
+            names = ("top_k", "ratio", "mass", "stride")
+            settings = {name: getattr(config, f"prefill_{name}") for name in names}
+            settings |= {"block_size": config.prefill_keys, "prefill_block": config.prefill_block}
+            settings["prefill_window"] = config.prefill_window
             indices = op_module("reference", "prefill").select_key_blocks(
                 wide.q, rows[0], sm_scale=options.get("sm_scale"), **settings
             )
@@ -394,7 +396,7 @@ def _exact_state(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -
         return AttentionState(*op_module("reference", "merge").merge_states(outs, lses))
     if op == "prefill_attention":
         config = config or DKVConfig()
-        options |= {"block_size": config.block_size, "prefill_block": config.prefill_block}
+        options |= {"block_size": config.prefill_keys, "prefill_block": config.prefill_block}
     base = options.pop("lse_base", "e")
     fn = getattr(op_module("reference", "prefill" if op == "prefill_attention" else "decode"), op)
     out, lse = fn(arguments[0].astype(np.float64), *arguments[1:], **options)

@@ -9,15 +9,14 @@ import numpy as np
 from dkv.reference.decode import State, attend_rows, finish, scaled, softmax, with_sink
 from dkv.reference.storage import widen
 
-KEY_GROUP = 32  # keys whose mean stands for them in the scores
-QUERY_GROUP = 16  # queries likewise
+DEFAULT_KEYS = 2048  # keys that a query block attends where nothing else limits it
 
 
 def prefill_attention(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    block_size: int = 256,
+    block_size: int = 64,
     prefill_block: int = 128,
     top_k: int | None = None,
     prefill_window: int = 512,
@@ -26,6 +25,9 @@ def prefill_attention(
     sink: np.ndarray | None = None,
     seq_lens: np.ndarray | None = None,
     block_indices: np.ndarray | None = None,
+    stride: int = 32,
+    ratio: float | None = None,
+    mass: float | None = None,
 ) -> State:
     """Causal attention, bottom-right aligned, in which every query block attends the key blocks selected for it.
 
@@ -34,7 +36,7 @@ def prefill_attention(
     q : array [B, Hq, Sq, D]
     k : array [B, Hkv, Sk, D]
     v : array [B, Hkv, Sk, Dv]
-    block_size, prefill_block, top_k, prefill_window
+    block_size, prefill_block, top_k, prefill_window, stride, ratio, mass
         As in :func:`select_key_blocks`.
     sm_scale, softcap : float, optional
     sink : array [Hq], optional
@@ -50,7 +52,7 @@ def prefill_attention(
     """
     if block_indices is None:
         block_indices = select_key_blocks(
-            q, k, block_size, prefill_block, top_k, prefill_window, sm_scale=sm_scale, seq_lens=seq_lens
+            q, k, block_size, prefill_block, top_k, prefill_window, sm_scale, seq_lens, stride, ratio, mass
         )
     B, Hq, Sq, D = q.shape
     Hkv, Sk = k.shape[1:3]
@@ -74,12 +76,15 @@ def prefill_attention(
 def select_key_blocks(
     q: np.ndarray,
     k: np.ndarray,
-    block_size: int = 256,
+    block_size: int = 64,
     prefill_block: int = 128,
     top_k: int | None = None,
     prefill_window: int = 512,
     sm_scale: float | None = None,
     seq_lens: np.ndarray | None = None,
+    stride: int = 32,
+    ratio: float | None = None,
+    mass: float | None = None,
 ) -> np.ndarray:
     """The key blocks that every query block attends: the first, its window, and the best of those between.
 
@@ -92,12 +97,18 @@ def select_key_blocks(
     prefill_block : int
         Queries in a query block.
     top_k : int, optional
-        Key blocks selected in all; more where the first block and the window alone are more.
-        ``max(16, ceil(2 * sqrt(ceil(Sk / block_size))))`` when None.
+        Key blocks selected at most; more where the first block and the window alone are more. ``ceil(2048 /
+        block_size)`` when it, ``ratio`` and ``mass`` are None.
     prefill_window : int
         Keys before a query block that it always attends.
     sm_scale : float, optional
     seq_lens : array [B], int, optional
+    stride : int
+        One query in so many is scored.
+    ratio : float, optional
+        Share of the visible key blocks that is selected at most, above 0 and at most 1.
+    mass : float, optional
+        Share of the sampled queries' attention outside the first block at which the selection stops.
 
     Returns
     -------
@@ -108,13 +119,12 @@ def select_key_blocks(
     Hkv, Sk = k.shape[1:3]
     num_key_blocks, num_query_blocks = -(-Sk // block_size), -(-Sq // prefill_block)
     if top_k is None:
-        top_k = default_top_k(num_key_blocks)
-    width = selection_width(num_key_blocks, block_size, prefill_block, top_k, prefill_window)
+        top_k = default_top_k(block_size) if ratio is None and mass is None else max(1, num_key_blocks)
+    width = selection_width(num_key_blocks, block_size, prefill_block, top_k, prefill_window, ratio)
     selected = np.full((B, Hkv, num_query_blocks, width), -1, np.int32)
     query = widen(q).reshape(B, Hkv, Hq // Hkv, Sq, D)
     for b, h in np.ndindex(B, Hkv):
         length = Sk if seq_lens is None else int(seq_lens[b])
-        mean_k, ends, owner = key_means(widen(k[b, h, :length]), block_size)
         for t in range(num_query_blocks):
             start, stop = t * prefill_block, min((t + 1) * prefill_block, Sq)
             first, last = length - Sq + start, length - Sq + stop - 1  # positions of the block's queries
@@ -123,55 +133,57 @@ def select_key_blocks(
             candidates = last // block_size + 1
             window_start = max(0, first - prefill_window) // block_size
             mandatory = np.union1d(0, np.arange(window_start, candidates))
-            mean_q = query_means(query[b, h, :, start:stop])  # [G, n, D]
-            p = candidate_probabilities(mean_q, mean_k[ends <= last], owner[ends <= last], candidates, sm_scale)
+            sampled = sampled_queries(stop - start, stride)
+            p = block_shares(
+                query[b, h, :, start + sampled], widen(k[b, h, : last + 1]), first + sampled, block_size, sm_scale
+            )
+            limit = top_k if ratio is None else min(top_k, math.ceil(ratio * candidates))
             others = np.setdiff1d(np.arange(candidates), mandatory)
-            best = others[np.argsort(-p[others], kind="stable")][: max(0, top_k - len(mandatory))]
+            best = others[np.argsort(-p[others], kind="stable")][: max(0, limit - len(mandatory))]
+            if mass is not None and mass < 1:
+                before = p[mandatory[mandatory > 0]].sum() + np.cumsum(p[best]) - p[best]
+                best = best[before < mass * p[1:].sum()]
             chosen = np.sort(np.concatenate([mandatory, best]))
             selected[b, h, t, : len(chosen)] = chosen
     return selected
 
 
-def default_top_k(num_key_blocks: int) -> int:
-    return max(16, math.ceil(2 * math.sqrt(num_key_blocks)))
+def default_top_k(block_size: int) -> int:
+    return math.ceil(DEFAULT_KEYS / block_size)
 
 
-def selection_width(num_key_blocks: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int) -> int:
-    """Room for ``top_k`` blocks, or for the first block and every block that a window can touch."""
+def selection_width(
+    num_key_blocks: int,
+    block_size: int,
+    prefill_block: int,
+    top_k: int,
+    prefill_window: int,
+    ratio: float | None = None,
+) -> int:
+    """Room for the most that may be chosen, or for the first block and every block that a window can touch."""
     window_blocks = (prefill_window + prefill_block + block_size - 2) // block_size + 1
-    return min(num_key_blocks, max(top_k, 1 + window_blocks))
+    most = top_k if ratio is None else min(top_k, math.ceil(ratio * num_key_blocks))
+    return min(num_key_blocks, max(most, 1 + window_blocks))
 
 
-def key_means(k: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Means of up to 32 consecutive keys of one block, the position of their last key, and their block.
-
-    ``k [n, D]``. A block has ``ceil(block_size / 32)`` groups, the last one shorter where 32 does not divide
-    ``block_size``. A group that ``k`` ends within is left out.
-    """
-    starts = [j + s for j in range(0, len(k), block_size) for s in range(0, block_size, KEY_GROUP)]
-    stops = [min(start + KEY_GROUP, start - start % block_size + block_size) for start in starts]
-    groups = [(start, stop) for start, stop in zip(starts, stops, strict=True) if stop <= len(k)]
-    means = np.array([k[start:stop].mean(axis=0) for start, stop in groups]).reshape(len(groups), k.shape[1])
-    ends = np.array([stop - 1 for _, stop in groups], np.int64)
-    return means, ends, ends // block_size
+def sampled_queries(length: int, stride: int) -> np.ndarray:
+    """The last of every ``stride`` queries, and the last of all."""
+    return np.minimum(np.arange(stride, length + stride, stride), length) - 1
 
 
-def query_means(q: np.ndarray) -> np.ndarray:
-    """Means of up to 16 consecutive queries of ``q [G, n, D]``."""
-    starts = range(0, q.shape[1], QUERY_GROUP)
-    return np.stack([q[:, start : start + QUERY_GROUP].mean(axis=1) for start in starts], axis=1)
-
-
-def candidate_probabilities(
-    mean_q: np.ndarray, mean_k: np.ndarray, owner: np.ndarray, candidates: int, sm_scale: float | None
+def block_shares(
+    q: np.ndarray, k: np.ndarray, positions: np.ndarray, block_size: int, sm_scale: float | None
 ) -> np.ndarray:
-    """Softmax over candidate blocks of their best key group's logit, averaged over query groups and heads.
-
-    ``mean_q [G, n, D]``, ``mean_k [m, D]`` of blocks ``owner [m]``. A block without a group has probability 0.
-    """
-    logits = scaled(mean_q @ mean_k.T, mean_q.shape[-1], sm_scale)  # [G, n, m]
-    best = np.full((*logits.shape[:2], candidates), -np.inf)
-    for j in range(candidates):
-        best[..., j] = logits[..., owner == j].max(axis=-1, initial=-np.inf)
-    best = np.where(np.isnan(best), -np.inf, best)
-    return softmax(best, True)[0].mean(axis=(0, 1))
+    """Share of each key block in the attention of the queries ``q [n, G, D]`` at ``positions``, the mean over both."""
+    num_blocks = -(-len(k) // block_size)
+    logits = scaled(q @ k.T, q.shape[-1], sm_scale)  # [n, G, keys]
+    logits = np.where(np.arange(len(k)) <= positions[:, None, None], logits, -np.inf)
+    sums = np.full((*logits.shape[:2], num_blocks), -np.inf)
+    for j in range(num_blocks):
+        part = logits[..., j * block_size : (j + 1) * block_size]
+        peak = part.max(axis=-1)
+        peak = np.where(peak == -np.inf, 0.0, peak)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            sums[..., j] = peak + np.log(np.exp(part - peak[..., None]).sum(axis=-1))
+    sums = np.where(np.isnan(sums), -np.inf, sums)
+    return softmax(sums, True)[0].mean(axis=(0, 1))

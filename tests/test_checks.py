@@ -407,6 +407,14 @@ def test_formats_that_do_not_exist(settings: dict[str, Any], error: type[Excepti
         ({"format": "fp32", "key_bits": (4,) * 8}, ValueError, "key_bits must be None where rows are exact"),
         ({"router": "values"}, ValueError, "router must be one of .*'keys'.*, got 'values'"),
         ({"prefill_top_k": 0}, ValueError, "prefill_top_k must be 1 or more, got 0"),
+        ({"prefill_key_block": 0}, ValueError, "prefill_key_block must be 1 or more, got 0"),
+        ({"prefill_stride": 1.5}, TypeError, r"prefill_stride must be an int, got 1\.5"),
+        ({"prefill_ratio": 0}, ValueError, "prefill_ratio must be above 0, got 0"),
+        ({"prefill_mass": 1.2}, ValueError, r"prefill_mass must be 0\.\.1, got 1\.2"),
+        ({"prefill_mass": float("nan")}, ValueError, r"prefill_mass must be 0\.\.1, got nan"),
+        ({"prefill_mass": "all"}, TypeError, "prefill_mass must be a number, got 'all'"),
+        ({"prefill_share": None}, TypeError, "prefill_share must be a number, got None"),
+        ({"prefill_dense_below": -1}, ValueError, "prefill_dense_below must be 0 or more, got -1"),
     ],
 )
 def test_configs_that_do_not_exist(settings: dict[str, Any], error: type[Exception], message: str) -> None:

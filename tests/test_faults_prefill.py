@@ -25,8 +25,10 @@ def prompt(seed: int, keys: int, queries: int | None = None, dtype: str = "float
 def select(backend: str, q: np.ndarray, k: np.ndarray, config: dkv.DKVConfig) -> np.ndarray:
     fn = op_module(backend, "prefill").select_key_blocks
     q, k = testing.to_library([q, k], library(backend))
-    settings = (config.block_size, config.prefill_block, config.prefill_top_k, config.prefill_window)
-    return testing.to_numpy(fn(q, k, *settings, q.shape[3] ** -0.5))
+    settings = {"block_size": config.prefill_keys, "prefill_block": config.prefill_block}
+    settings |= {"top_k": config.prefill_top_k, "prefill_window": config.prefill_window}
+    limits = {"stride": config.prefill_stride, "ratio": 1.0, "mass": 1.0}
+    return testing.to_numpy(fn(q, k, **settings, **limits, sm_scale=q.shape[3] ** -0.5))
 
 
 def masked_dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +50,8 @@ def close(state: Any, want: Any, tolerance: float = 1e-5) -> None:
 def test_p01_the_last_partial_query_block_has_keys(backend: str) -> None:
     """LMCache#3092: blocks were counted by ceil and filled by floor, so the last query block saw nothing."""
     q, k, v = prompt(0, 300)
-    config = dkv.DKVConfig(block_size=128, prefill_block=128, prefill_top_k=1, prefill_window=0)
+    sizes = {"block_size": 128, "prefill_key_block": 128, "prefill_block": 128}
+    config = dkv.DKVConfig(**sizes, prefill_top_k=1, prefill_window=0)
     state = call(backend, "prefill_attention", q, k, v, config=config)
     chosen = select(backend, q, k, config)
     assert chosen.shape[2] == 3 and (chosen == 2).any(-1)[:, :, 2].all()
@@ -134,7 +137,9 @@ def test_p08_a_large_count_is_dense(backend: str) -> None:
     row, key = np.arange(700)[:, None], np.arange(700)
     want = masked_dense(q, k, v, np.broadcast_to(key <= row, (1, 2, 700, 700)))
     for block_size, top_k in ((256, 3), (64, 11), (64, 99)):
-        config = dkv.DKVConfig(block_size=block_size, prefill_top_k=top_k, prefill_window=0)
+        config = dkv.DKVConfig(
+            block_size=block_size, prefill_key_block=block_size, prefill_top_k=top_k, prefill_window=0
+        )
         close(call(backend, "prefill_attention", q, k, v, config=config), want)
 
 
@@ -189,7 +194,7 @@ def test_p10_aligned_chunks_select_as_the_whole_does(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_a_key_just_after_the_last_query_moves_no_mass(backend: str) -> None:
-    """A group of keys that ends one key too late would take the mass of the head that decides."""
+    """A block of keys that ends one key too late would take the mass of the head that decides."""
     q, k = np.zeros((1, 2, 2, 2), np.float32), np.zeros((1, 1, 128, 2), np.float32)
     q[0, 0, :, 0], q[0, 1, :, 1] = 4, 3
     k[0, 0, 32:64, 0], k[0, 0, 64:96, 1], k[0, 0, 127, 0] = 2**0.5, 2**0.5, 3200

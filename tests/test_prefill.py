@@ -52,6 +52,10 @@ def prompts(draw: st.DrawFn) -> Prompt:
         prefill_block=draw(st.sampled_from([8, 16, 24, 128])),
         prefill_top_k=draw(st.sampled_from([3, 1, 2, None])),
         prefill_window=draw(st.sampled_from([5, 0, 40])),
+        prefill_key_block=draw(st.sampled_from([64, 11])),
+        prefill_stride=draw(st.sampled_from([5, 1, 16, 32])),
+        prefill_ratio=draw(st.sampled_from([None, 0.4, 0.05, 1.0])),
+        prefill_mass=draw(st.sampled_from([None, 0.6, 0.95, 1])),
         num_residuals=3,
     )
     return Prompt(draw(st.integers(0, 2**31)), shape, draw(st.sampled_from(["float32", "float16", "bfloat16"])), config)
@@ -61,15 +65,16 @@ def select(
     backend: str, q: np.ndarray, k: np.ndarray, config: dkv.DKVConfig, sm_scale: float | None = None
 ) -> np.ndarray:
     fn = op_module(backend, "prefill").select_key_blocks
-    count = -(-k.shape[2] // config.block_size)
-    top_k = config.prefill_top_k or op_module("reference", "prefill").default_top_k(count)
-    scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+    top_k, ratio, mass = config.prefill_limits()
+    settings = {"block_size": config.prefill_keys, "prefill_block": config.prefill_block, "top_k": top_k}
+    settings |= {"prefill_window": config.prefill_window, "stride": config.prefill_stride}
+    settings |= {"ratio": ratio, "mass": mass, "sm_scale": q.shape[3] ** -0.5 if sm_scale is None else sm_scale}
     q, k = testing.to_library([q, k], library(backend))
-    return testing.to_numpy(fn(q, k, config.block_size, config.prefill_block, top_k, config.prefill_window, scale))
+    return testing.to_numpy(fn(q, k, **settings))
 
 
 def every_block(q: np.ndarray, k: np.ndarray, config: dkv.DKVConfig) -> np.ndarray:
-    size = (q.shape[0], k.shape[1], -(-q.shape[2] // config.prefill_block), -(-k.shape[2] // config.block_size))
+    size = (q.shape[0], k.shape[1], -(-q.shape[2] // config.prefill_block), -(-k.shape[2] // config.prefill_keys))
     return np.broadcast_to(np.arange(size[3], dtype=np.int32), size).copy()
 
 
@@ -156,11 +161,35 @@ def test_every_block_is_dense_attention(backend: str, dtype: str) -> None:
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_a_chunk_with_a_prefix_is_the_tail_of_the_whole(backend: str) -> None:
     q, k, v = prompt(2, 96)
-    whole = call(backend, "prefill_attention", q, k, v, config=SMALL)
+    limits = {"prefill_ratio": 0.7, "prefill_mass": 0.9, "prefill_stride": 3, "prefill_top_k": 4}
+    config = dataclasses.replace(SMALL, **limits)
+    whole = call(backend, "prefill_attention", q, k, v, config=config)
     for start, stop in ((0, 40), (40, 48), (48, 96)):
         arrays = [np.ascontiguousarray(x) for x in (q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop])]
-        chunk = call(backend, "prefill_attention", *arrays, config=SMALL)
+        chunk = call(backend, "prefill_attention", *arrays, config=config)
         close(chunk, (whole.out[:, :, start:stop], whole.lse[:, :, start:stop]), 2e-6)
+
+
+@pytest.mark.parametrize("limits", [{"prefill_ratio": 1.0}, {"prefill_mass": 1.0}, {"prefill_top_k": 10}])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_limits_that_select_everything_are_dense(backend: str, limits: dict[str, Any]) -> None:
+    q, k, v = prompt(9, 150, 70)
+    config = dataclasses.replace(SMALL, **{"prefill_top_k": None} | limits)
+    close(call(backend, "prefill_attention", q, k, v, config=config), dense(q, k, v))
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_a_head_that_looks_at_its_window_selects_nothing_else(backend: str) -> None:
+    """One head's queries find a far block, the other's their own: the same mass is a budget of each head's own."""
+    q, k = np.zeros((1, 2, 256, 4), np.float32), np.zeros((1, 2, 256, 4), np.float32)
+    q[..., 0] = k[:, 0, 32:48, 0] = 8
+    k[0, 0, 0, 0] = 9.5  # takes nearly all, and is not counted
+    k[0, 1, :, 0] = np.repeat(np.arange(16), 16)
+    config = dkv.DKVConfig(
+        block_size=16, prefill_block=16, prefill_window=0, prefill_mass=0.9, prefill_stride=4, num_residuals=3
+    )
+    chosen = select(backend, q, k, config)[0, :, 15]
+    assert [row[row >= 0].tolist() for row in chosen] == [[0, 2, 15], [0, 15]]
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
@@ -224,7 +253,8 @@ def test_pieces_of_the_workspace_do_not_show(backend: str, with_sink: bool, monk
     q, k, v = prompt(7, 90)
     options = {"config": SMALL, "sink": np.arange(6, dtype=np.float32) if with_sink else None}
     whole = call(backend, "prefill_attention", q, k, v, **options)
-    monkeypatch.setattr(op_module(backend, "prefill"), "WORKSPACE_BYTES", 1)
+    for name, size in (("WORKSPACE_BYTES", 1), ("SCORED_NUMBERS", 1), ("SCORED_QUERIES", 3)):
+        monkeypatch.setattr(op_module(backend, "prefill"), name, size)
     close(call(backend, "prefill_attention", q, k, v, **options), whole, 2e-6)
 
 

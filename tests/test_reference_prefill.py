@@ -32,6 +32,9 @@ class Prompt:
     window: int
     ragged: bool
     seed: int
+    stride: int = 16
+    ratio: float | None = None
+    mass: float | None = None
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         rng = np.random.default_rng(self.seed)
@@ -44,12 +47,15 @@ class Prompt:
             q[b, :, : max(0, self.Sq - lengths[b])] = np.nan  # queries before the first key
         return q, k, v, lengths
 
-    def settings(self) -> dict[str, int | None]:
+    def settings(self) -> dict[str, float | None]:
         return {
             "block_size": self.block_size,
             "prefill_block": self.prefill_block,
             "top_k": self.top_k,
             "prefill_window": self.window,
+            "stride": self.stride,
+            "ratio": self.ratio,
+            "mass": self.mass,
         }
 
 
@@ -70,6 +76,9 @@ def prompts(draw: st.DrawFn) -> Prompt:
         window=draw(st.sampled_from([0, 1, 9, 40])),
         ragged=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
+        stride=draw(st.sampled_from([16, 1, 7, 200])),
+        ratio=draw(st.sampled_from([None, 0.3, 0.55, 1.0])),
+        mass=draw(st.sampled_from([None, 0.5, 0.9, 1.0])),
     )
 
 
@@ -120,7 +129,8 @@ def check_selection(prompt: Prompt, sm_scale: float | None = None) -> None:
     S, P, G = prompt.block_size, prompt.prefill_block, prompt.G
     got = prefill.select_key_blocks(q, k, **prompt.settings(), sm_scale=sm_scale, seq_lens=lengths)
     nK, nQ = math.ceil(prompt.Sk / S), math.ceil(prompt.Sq / P)
-    top_k = prompt.top_k or max(16, math.ceil(2 * nK**0.5))
+    unlimited = prompt.ratio is not None or prompt.mass is not None
+    top_k = prompt.top_k or (nK if unlimited else math.ceil(2048 / S))
     assert got.shape[:3] == (prompt.B, prompt.Hkv, nQ) and got.dtype == np.int32 and got.shape[3] <= nK
     for b, h, t in np.ndindex(*got.shape[:3]):
         length = prompt.Sk if lengths is None else int(lengths[b])
@@ -133,28 +143,33 @@ def check_selection(prompt: Prompt, sm_scale: float | None = None) -> None:
         visible = range(positions[-1] // S + 1)
         pinned = {0} | {j // S for j in range(max(0, positions[0] - prompt.window), positions[-1] + 1)}
         assert pinned <= set(chosen) <= set(visible)
-        assert len(chosen) == min(len(visible), max(top_k, len(pinned)))
-        free = [j for j in visible if j not in pinned]
-        if set(free) <= set(chosen) or not set(free) & set(chosen):
-            continue
-        mass = np.zeros(len(visible))
+        most = min(top_k, math.ceil((prompt.ratio or 1.0) * len(visible)))
+        most = min(len(visible), max(most, len(pinned)))
+        share = np.zeros(len(visible))
+        ends = [i for i in range(t * P, min((t + 1) * P, prompt.Sq)) if (i - t * P + 1) % prompt.stride == 0]
+        sampled = sorted({*ends, min((t + 1) * P, prompt.Sq) - 1})
         for head in range(h * G, (h + 1) * G):
-            for start in range(0, len(positions), 16):
-                group = range(start, min(start + 16, len(positions)))
-                mean_q = np.mean([q[b, head, t * P + i] for i in group], axis=0)
-                scores = []
-                for j in visible:
-                    spans = [(s, min(s + 32, (j + 1) * S)) for s in range(j * S, (j + 1) * S, 32)]
-                    means = [k[b, h, s:e].mean(axis=0) for s, e in spans if e - 1 <= positions[-1]]
-                    scores.append(max([m @ mean_q for m in means], default=-np.inf))
-                scores = np.array(scores) * (prompt.D**-0.5 if sm_scale is None else sm_scale)
-                weights = np.exp(scores - scores.max())
-                mass += weights / weights.sum()
-        assert min(mass[j] for j in chosen if j in free) >= max(mass[j] for j in free if j not in chosen) - 1e-9
+            for i in sampled:
+                keys = range(length - prompt.Sq + i + 1)  # those it sees
+                scores = np.array([k[b, h, j] @ q[b, head, i] for j in keys])
+                scores = scores * (prompt.D**-0.5 if sm_scale is None else sm_scale)
+                weights = np.exp(scores - scores.max(initial=-np.inf))
+                for j in keys:
+                    share[j // S] += weights[j] / weights.sum() / G / len(sampled)
+        free = sorted((j for j in visible if j not in pinned), key=lambda j: (-share[j], j))
+        want, room = sorted(pinned), most - len(pinned)
+        if prompt.mass is None or prompt.mass == 1:
+            want += free[:room]
+        else:
+            for j in free[:room]:
+                if sum(share[i] for i in want if i) >= prompt.mass * share[1:].sum():
+                    break
+                want.append(j)
+        assert sorted(want) == chosen
 
 
-def test_the_default_count_grows_with_the_square_root() -> None:
-    assert [prefill.default_top_k(n) for n in (0, 1, 64, 65, 256, 1024)] == [16, 16, 16, 17, 32, 64]
+def test_the_default_is_a_fixed_number_of_keys() -> None:
+    assert [prefill.default_top_k(n) for n in (1, 64, 100, 256, 4096)] == [2048, 32, 21, 8, 1]
 
 
 @pytest.mark.parametrize("seed", range(4))

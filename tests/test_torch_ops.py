@@ -68,7 +68,7 @@ def settings(op, inputs, backend="torch"):
     if op == "merge_states":
         states = [dkv.exact_attention(q, x, y) for x, y in (rows, (inputs.k, inputs.v))]
         return ([state.out for state in states], [state.lse for state in states], backend)
-    return (q, inputs.k, inputs.v, None, 8, 4, None, 3, None, sink, None, backend)
+    return (q, inputs.k, inputs.v, None, 8, 4, 3, 2, None, 0.5, 0.9, None, sink, None, backend)
 
 
 def tensors(x):

@@ -93,13 +93,14 @@ def test_triton_pinned_blocks_may_exceed_the_number_to_choose() -> None:
 
 
 def test_triton_pieces_of_the_prefill_workspace_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dkv.kernels.triton import prefill
+    from dkv.kernels.triton import _sample, prefill
 
     made = testing.make_inputs(1, num_blocks=0, window=150, q_len=150, library="torch")
     whole, pieces = (), ()
-    for size in (1 << 20, 1):
-        monkeypatch.setattr(prefill, "WORKSPACE_BYTES", size)
-        whole, pieces = pieces, prefill.select_key_blocks(made.q, made.k_window, 16, 24, 4, 20, 0.3)
+    for size, queries in ((1 << 20, 512), (1, 3)):
+        monkeypatch.setattr(_sample, "SCORED_NUMBERS", size)
+        monkeypatch.setattr(_sample, "SCORED_QUERIES", queries)
+        whole, pieces = pieces, prefill.select_key_blocks(made.q, made.k_window, 16, 24, 4, 20, 0.3, 5, 0.8, 0.7)
     assert np.array_equal(testing.to_numpy(whole), testing.to_numpy(pieces))
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dkv.benches import needle, peers, recall
-from dkv.config import DKVConfig
+from dkv.config import EVERY_POSITION, DKVConfig
 from dkv.profile import HeadProfile
 
 SINK = 256  # first tokens that stay exact
@@ -168,7 +168,11 @@ class _Dkv:
         self.routed = config.chunk_top_k is not None
         top_k = config.chunk_top_k or ALL_BLOCKS
         self.config = dataclasses.replace(
-            recall.following_dtype(config, model), window=WINDOW, sink_tokens=SINK, top_k=top_k
+            recall.following_dtype(config, model),
+            window=WINDOW,
+            sink_tokens=SINK,
+            top_k=top_k,
+            prefill_dense_below=EVERY_POSITION,
         )
         self._nbytes: int | None = None  # the same in every text
 
@@ -261,7 +265,9 @@ def run(
         *(_Dkv(name, config, model) for name, config in variants.items()),
         *(_Rows(peer) for peer in others),
     ]
-    bench = _Bench(model, tokenizer, subjects, DKVConfig(window=tokens + LENGTH + needle.longest(tokenizer)), advance)
+    room = tokens + LENGTH + needle.longest(tokenizer)
+    exact = DKVConfig(window=room, prefill_dense_below=EVERY_POSITION)
+    bench = _Bench(model, tokenizer, subjects, exact, advance)
     counted = 0
     attach(model, bench.exact)
     try:
@@ -289,11 +295,11 @@ class _Bench:
     def read(self, passage: Passage, label: str) -> None:
         """Score every subject on one text."""
         whole, dense_cache = self._prefilled(passage.ids, label)
-        dense = self._outputs(dense_cache, passage.continuations)
+        dense = outputs(self.model, dense_cache, passage.continuations)
         for subject in self.subjects:
             self.advance(label + subject.name)
             cache, nbytes = subject.build(whole)
-            other = self._outputs(cache, passage.continuations, one_by_one=subject.routed)
+            other = outputs(self.model, cache, passage.continuations, one_by_one=subject.routed)
             subject.tally.add(divergences(dense, other), nbytes, _per_token(whole))
 
     def ask(self, hay: needle.Haystack, label: str) -> bool:
@@ -317,19 +323,6 @@ class _Bench:
         self.advance(label + "dense")
         return whole, peers.stand_in(whole, SINK, WINDOW)[0]
 
-    def _outputs(self, cache: Any, continuations: Sequence[Sequence[int]], one_by_one: bool = False) -> list[Tensor]:
-        """Logits ``[tokens, vocab]`` after each token of each continuation, every one fed to a copy of ``cache``.
-
-        One after another: a batch of three would hold the rows of the cache three times and save nothing here.
-        """
-        outputs = []
-        for ids in continuations:
-            fed = peers.branch(cache)
-            step = 1 if one_by_one else len(ids)
-            rows = [torch.tensor([ids[low : low + step]], device=self.model.device) for low in range(0, len(ids), step)]
-            outputs.append(torch.cat([needle.logits(self.model, row, fed)[0].float() for row in rows]))
-        return outputs
-
 
 def _per_token(whole: Any) -> int:
     """Bytes of a token's K and V in the layers that DKV compresses, 2 for each number."""
@@ -337,20 +330,15 @@ def _per_token(whole: Any) -> int:
     return sum(2 * part.shape[1] * part.shape[3] for part in rows)
 
 
-def _prefilled(model: Any, ids: Sequence[int], exact: DKVConfig) -> Any:
-    from dkv.integrations.transformers import DKVCache
+def outputs(model: Any, cache: Any, continuations: Sequence[Sequence[int]], one_by_one: bool = False) -> list[Tensor]:
+    """Logits ``[tokens, vocab]`` after each token of each continuation, every one fed to a copy of ``cache``.
 
-    whole = DKVCache(model, exact)
-    needle.feed(model, ids, whole, chunk=len(ids))
-    return whole
-
-
-def _outputs(model: Any, cache: Any, continuations: Sequence[Sequence[int]], one_by_one: bool = False) -> list[Tensor]:
-    """Logits ``[tokens, vocab]`` after each token of each continuation, every one fed to a copy of ``cache``."""
-    outputs = []
+    One after another: a batch of three would hold the rows of the cache three times and save nothing here.
+    """
+    found = []
     for ids in continuations:
         fed = peers.branch(cache)
         step = 1 if one_by_one else len(ids)
         rows = [torch.tensor([ids[low : low + step]], device=model.device) for low in range(0, len(ids), step)]
-        outputs.append(torch.cat([needle.logits(model, row, fed)[0].float() for row in rows]))
-    return outputs
+        found.append(torch.cat([needle.logits(model, row, fed)[0].float() for row in rows]))
+    return found

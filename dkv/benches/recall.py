@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dkv.benches import needle
-from dkv.config import DKVConfig
+from dkv.config import EVERY_POSITION, DKVConfig
 
 WINDOW = 256  # newest tokens that stay exact
 
@@ -51,7 +51,7 @@ def run(
     for context in contexts:
         right = dict.fromkeys(["dense", *variants], 0)
         ratios = {"dense": (1.0, 1.0)}
-        exact = DKVConfig(window=context + needle.longest(tokenizer))
+        exact = DKVConfig(window=context + needle.longest(tokenizer), prefill_dense_below=EVERY_POSITION)
         for trial in range(trials):
             label = f"{context:,} tokens, trial {trial + 1} of {trials}: "
             hay = needle.bury(tokenizer, context, seed=seed * 1_000_003 + trial, first=first, last=WINDOW + 255)

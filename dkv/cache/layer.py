@@ -15,6 +15,7 @@ from dkv._checks import check_count
 from dkv.cache.heads import check_groups, one_group, pick, put_back
 from dkv.cache.lengths import check_crop, due_blocks
 from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
+from dkv.cache.prefill import Past, attend_past
 from dkv.compress import compress_blocks
 from dkv.config import DKVConfig, HeadGroup
 from dkv.kernels.torch.decode import attend_rows, merge_selected
@@ -32,6 +33,8 @@ class LayerCache:
         Says when blocks close, and how they are stored and routed where no groups are given.
     groups : sequence of HeadGroup, optional
         As ``config.head_groups`` gives them; each has blocks of its own. One group of all heads when None.
+    selects : sequence of bool, optional
+        As ``config.prefill_heads`` gives them. All heads select when None.
 
     Attributes
     ----------
@@ -45,18 +48,26 @@ class LayerCache:
         Closed blocks of each sequence.
     blocks : tuple of CompressedBlocks
         Those of each stored group; empty while no block is closed.
+    visited, visible : int
+        Key blocks that query blocks attended in block-sparse prefill, and those that they could see.
     k_rows, v_rows : Tensor [B, Hkv, capacity, D or Dv] or None
         Exact rows; those beyond ``rows`` are spare room.
     """
 
-    def __init__(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
+    def __init__(
+        self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None, selects: Sequence[bool] | None = None
+    ) -> None:
         self.config = config
         self.groups: tuple[HeadGroup, ...] | None = None
         self.reset()
-        self.configure(config, groups)
+        self.configure(config, groups, selects)
 
-    def configure(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
+    def configure(
+        self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None, selects: Sequence[bool] | None = None
+    ) -> None:
         """Go on with other settings; those of the codec may differ only while no block is closed."""
+        if selects is None and config.prefill_share not in (0, 1):
+            raise ValueError("config has a prefill_share: give its config.prefill_heads(layer, heads) as selects")
         if groups is None and config.splits_heads:
             raise ValueError("config splits the heads: give its config.head_groups(layer, num_kv_heads) as groups")
         groups = None if groups is None else check_groups(groups, config)
@@ -70,6 +81,7 @@ class LayerCache:
             if now != then:
                 raise ValueError("config stores blocks in another way than the closed ones are stored")
         self.config, self.groups = config, groups
+        self.selects = None if selects is None else tuple(selects)
 
     def reset(self) -> None:
         """Forget everything; the next append starts a new batch of any size."""
@@ -80,6 +92,7 @@ class LayerCache:
         self.blocks: tuple[CompressedBlocks, ...] = ()
         self.k_rows: Tensor | None = None
         self.v_rows: Tensor | None = None
+        self.visited = self.visible = 0
         self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
 
     def head_groups(self) -> tuple[HeadGroup, ...]:
@@ -161,12 +174,69 @@ class LayerCache:
         scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
         fresh = self.offset == 0
         last = self._append(k, v, padding)
-        if fresh and last is None and softcap is None and sink is None:
-            out = _dense_causal(q, k, v, scale)
+        dense = self._dense_queries(q.shape[2], padding)
+        if dense == 0:
+            out = q.new_zeros(*q.shape[:2], 0, v.shape[3])
+        elif fresh and last is None and softcap is None and sink is None:
+            out = _dense_causal(q[:, :, :dense], k[:, :, :dense], v[:, :, :dense], scale)
         else:
-            out = self._attend(q, last, padding, scale, softcap, sink)
+            out = self._attend(q, last, padding, scale, softcap, sink, dense)
+        if self._sparse(q.shape[2]):
+            out = torch.nn.functional.pad(out, (0, 0, 0, q.shape[2] - dense))
+            self._attend_sparsely(out, q, padding, scale, softcap, sink)
         self.close(self.config.window)
         return out
+
+    def _sparse(self, length: int) -> bool:
+        return length > 1 and self.config.chunk_top_k is None and max(self.tokens) > self.config.prefill_dense_below
+
+    def _dense_queries(self, length: int, padding: Tensor | None) -> int:
+        """How many queries of the chunk come before the last one that attends everything."""
+        if not self._sparse(length):
+            return length
+        if padding is not None or len(set(self.tokens)) > 1:
+            return length if min(self.tokens) - length < self.config.prefill_dense_below else 0
+        return min(length, max(0, self.config.prefill_dense_below - self.tokens[0] + length))
+
+    def _attend_sparsely(
+        self, out: Tensor, q: Tensor, padding: Tensor | None, scale: float, softcap: float | None, sink: Tensor | None
+    ) -> None:
+        """Into ``out``: the queries at or beyond ``prefill_dense_below`` attend the key blocks they select."""
+        for sequences in _alike(self.tokens, padding):
+            low, tokens = sequences.start, self.tokens[sequences.start]
+            at = torch.arange(q.shape[2], device=q.device) if padding is None else padding[low].nonzero().flatten()
+            at = at[max(0, self.config.prefill_dense_below - tokens + len(at)) :]
+            if len(at):
+                state, visited, visible = attend_past(
+                    q[sequences].index_select(2, at),
+                    self._pasts(sequences),
+                    self._selects(),
+                    self.config,
+                    scale,
+                    softcap,
+                    sink,
+                )
+                out[sequences].index_copy_(2, at, saturated(state, out.dtype))
+                self.visited += visited
+                self.visible += visible
+
+    def _selects(self) -> tuple[bool, ...]:
+        assert self.k_rows is not None
+        return self.selects or (self.config.prefill_share == 1,) * self.k_rows.shape[1]
+
+    def _pasts(self, sequences: slice) -> list[tuple[tuple[int, ...], Past]]:
+        """The kv heads of every group and the rows that they have of some sequences of equal length."""
+        assert self.k_rows is not None and self.v_rows is not None
+        row, stored, found = sequences.start, iter(self.blocks), []
+        sinks = min(self.tokens[row], self.config.sink_tokens)
+        for heads, config, _ in self.head_groups():
+            k, v = (pick(x[sequences, :, : self.rows[row]], heads, x.shape[1]) for x in (self.k_rows, self.v_rows))
+            blocks = next(stored) if self.blocks and config is not None else None
+            count = self.block_counts[row]
+            if blocks is not None:
+                blocks = blocks.map(lambda x, n=count: x[sequences] if x.ndim == 1 else x[sequences, :n])
+            found.append((heads, Past(k, v, sinks, blocks if count else None)))
+        return found
 
     def _attend(
         self,
@@ -176,7 +246,9 @@ class LayerCache:
         scale: float,
         softcap: float | None,
         sink: Tensor | None,
+        count: int,
     ) -> Tensor:
+        """The first ``count`` queries of a chunk over all rows."""
         assert self.k_rows is not None and self.v_rows is not None
         length, stored = q.shape[2], max(self.rows)
         if last is None and length > 1:
@@ -184,6 +256,10 @@ class LayerCache:
         ragged = len(set(self.rows)) > 1
         if ragged and last is None:
             last = torch.tensor(self.rows, device=q.device)[:, None] - 1
+        if count < length:
+            assert last is not None
+            q, last = q[:, :, :count], last[:, :count]
+            padding = None if padding is None else padding[:, :count]
         wide = q.float()  # partial outputs stay float32 until the merge
         k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
         state = attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)
@@ -384,6 +460,13 @@ class LayerCache:
             with_counts(cut_blocks(blocks.map(lambda part: part.index_select(0, where)), most), self.block_counts)
             for blocks in (self.blocks if most else ())
         )
+
+
+def _alike(tokens: Sequence[int], padding: Tensor | None) -> list[slice]:
+    """Sequences that can be taken together: all of them, or each alone where they differ."""
+    if padding is None and len(set(tokens)) == 1:
+        return [slice(0, len(tokens))]
+    return [slice(row, row + 1) for row in range(len(tokens))]
 
 
 def _codec(group: HeadGroup) -> tuple[object, ...]:

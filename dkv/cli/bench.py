@@ -1,4 +1,4 @@
-"""``dkv bench memory`` and ``dkv bench decode``; ``dkv bench mlx`` has a file of its own."""
+"""``dkv bench memory``, ``dkv bench decode`` and ``dkv bench prefill``; ``dkv bench mlx`` has a file of its own."""
 
 from __future__ import annotations
 
@@ -88,4 +88,44 @@ def decode(
         )
     out.print(table)
     out.print(f"DKV routes to {top_k} blocks of 256 and attends its window exactly; best dense is one bmm per kv head.")
+    _common.write_json(json_file, rows)
+
+
+@app.command()
+def prefill(
+    contexts: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, with commas.")
+    ] = "4096,8192,16384,32768,65536",
+    dtype: _common.DtypeOption = "float32",
+    device: _common.DeviceOption = "cpu",
+    repeats: Annotated[int, typer.Option(help="Turns up to 16,384 tokens; the median counts.")] = 3,
+    seed: _common.SeedOption = 0,
+    json_file: _common.JsonOption = None,
+) -> None:
+    """Time the attention of one layer (Qwen2.5-1.5B geometry) over a whole prompt beside dense attention."""
+    lengths = _common.integers("--contexts", contexts)
+    _common.at_least("--repeats", repeats, 1)
+    _common.check_dtype(dtype)
+    _common.check_writable(json_file)
+    torch = require("torch")
+    from dkv.benches import prefill as measure
+
+    try:
+        with err.status("Starting") as status:
+            rows = measure.run(lengths, getattr(torch, dtype), None, repeats, seed, device, progress=status.update)
+    except (AssertionError, RuntimeError, MemoryError) as error:  # torch without that device, or not enough memory
+        raise CliError(f"cannot run on {device!r}: {' '.join(str(error).split())[:200]}") from error
+    table = Table(title=f"Attention of one layer over a prompt, {dtype}, {rows[0]['threads']} threads")
+    for column in ("tokens", "DKV ms", "SDPA ms", "SDPA / DKV", "exponent"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row['context']:,}",
+            f"{row['ms']:.1f}",
+            f"{row['sdpa_ms']:.1f}",
+            f"{row['ratio']:.2f}x",
+            "-" if row["exponent"] is None else f"{row['exponent']:.2f}",
+        )
+    out.print(table)
+    out.print("Selection included, default settings. Exponent: of the growth since a prompt a fourth as long.")
     _common.write_json(json_file, rows)

@@ -15,6 +15,11 @@ from dkv.cli._common import CliError, err, out
 from dkv.config import DKVConfig
 
 NEEDED = ("name", "kind", "ratio", "whole_cache_ratio", "std_kl", "std_top1", "copy_kl", "copy_top1", "recall", "n")
+PREFILL_NOTE = (
+    "Visited: key blocks attended, of those that a dense prefill attends. KL in nats, of continuations that attend the "
+    "cache densely; end: of the same read block-sparsely, as the end of the prompt. Recall asks for a passcode of the "
+    "prompt, counted where the dense cache knows it."
+)
 
 
 def fidelity(
@@ -36,6 +41,9 @@ def fidelity(
     ] = None,
     profile: _common.ProfileOption = None,
     routing: Annotated[bool, typer.Option("--routing", help="Compare routers instead: 8 blocks of each head.")] = False,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Compare block-sparse prefill with dense prefill instead.")
+    ] = False,
     seed: _common.SeedOption = 0,
     json_file: _common.JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Draw KL against ratio into this file, .png or .svg.")] = None,
@@ -46,12 +54,14 @@ def fidelity(
         raise CliError(f"--offsets must differ, got {offsets!r}")
     _common.at_least("--trials", trials, 0)
     _common.check_writable(json_file)
+    if prefill and (routing or add or plot):
+        raise CliError("--prefill has a table of its own: leave --routing, --add and --plot out")
     _check_plot(plot)
     more = _read_rows(add, tokens, starts)
     content = None if text is None else _common.read_text(text)
     language_model, tokenizer = _common.load_model(model, dtype, device)
     from dkv.benches import fidelity as bench
-    from dkv.benches import needle, plots
+    from dkv.benches import needle, plots, prefill_fidelity
     from dkv.benches import peers as other
 
     _common.check_context(language_model, tokens, max(bench.LENGTH, needle.longest(tokenizer)))
@@ -60,7 +70,12 @@ def fidelity(
         _common.check_profile(DKVConfig(profile=scores), language_model)
     if routing and scores is None:
         raise CliError("--routing needs the model's profile: --profile FILE, made by `dkv profile MODEL -o FILE`")
-    chosen = bench.routed_variants(scores) if routing and scores is not None else bench.default_variants(scores)
+    if prefill:
+        chosen = prefill_fidelity.default_variants(scores)
+    elif routing and scores is not None:
+        chosen = bench.routed_variants(scores)
+    else:
+        chosen = bench.default_variants(scores)
     if variants is not None:
         names = [name.strip() for name in variants.split(",")]
         unknown = [name for name in names if name not in chosen]
@@ -71,6 +86,17 @@ def fidelity(
         bench.passages(tokenizer, needle.prose() if content is None else content, tokens, starts)
     except ValueError as error:
         raise CliError(f"cannot measure this: {error}") from error
+    if prefill:
+        with err.status("Starting") as status:
+            rows = prefill_fidelity.run(
+                language_model, tokenizer, tokens, starts, trials, seed, content, chosen, advance=status.update
+            )
+        out.print(
+            _prefill_table(rows, f"Block-sparse prefill against dense prefill ({model}, {dtype}, {tokens:,} tokens)")
+        )
+        out.print(PREFILL_NOTE)
+        _common.write_json(json_file, rows)
+        return
     found, skipped = other.available(language_model) if peers else ([], [])
     with err.status("Starting") as status:
         rows = bench.run(
@@ -101,6 +127,25 @@ def fidelity(
             plots.fidelity(rows, plot)
         except (OSError, ValueError) as error:
             raise CliError(f"cannot write {plot}: {error}") from error
+
+
+def _prefill_table(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title)
+    for column in ("limit", "visited", "std KL", "top-1", "copy KL", "top-1", "recall", "end std KL", "end copy KL"):
+        table.add_column(column, justify="left" if column == "limit" else "right", min_width=len(column))
+    for row in rows:
+        table.add_row(
+            row["name"],
+            f"{row['visited']:.1%}",
+            _with_spread(row, "std_kl"),
+            f"{row['std_top1']:.3f}",
+            _with_spread(row, "copy_kl"),
+            f"{row['copy_top1']:.3f}",
+            "-" if row["recall"] is None else f"{round(row['recall'] * row['n'])} of {row['n']}",
+            _with_spread(row, "end_std_kl"),
+            _with_spread(row, "end_copy_kl"),
+        )
+    return table
 
 
 def _table(rows: list[dict[str, Any]], title: str) -> Table:

@@ -273,26 +273,35 @@ def _prefill_attention(
     k,
     v,
     block_indices,
-    block_size,
+    prefill_key_block,
     prefill_block,
-    prefill_top_k,
     prefill_window,
+    prefill_stride,
+    prefill_top_k,
+    prefill_ratio,
+    prefill_mass,
     softcap,
     sink,
     sm_scale,
     backend=None,
 ):
     config = DKVConfig(
-        block_size=block_size, prefill_block=prefill_block, prefill_top_k=prefill_top_k, prefill_window=prefill_window
+        prefill_key_block=prefill_key_block,
+        prefill_block=prefill_block,
+        prefill_window=prefill_window,
+        prefill_stride=prefill_stride,
+        prefill_top_k=prefill_top_k,
+        prefill_ratio=prefill_ratio,
+        prefill_mass=prefill_mass,
     )
     settings = {"block_indices": block_indices, "softcap": softcap, "sink": sink, "sm_scale": sm_scale}
     return _new(dkv.prefill_attention(q, k, v, config=config, backend=backend, **settings))
 
 
 _op(
-    "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor? block_indices, int block_size, int prefill_block, "
-    "int? prefill_top_k, int prefill_window, float? softcap, Tensor? sink, float? sm_scale, str? backend=None) "
-    f"-> {_STATE}",
+    "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor? block_indices, int prefill_key_block, int prefill_block, "
+    "int prefill_window, int prefill_stride, int? prefill_top_k, float? prefill_ratio, float? prefill_mass, "
+    f"float? softcap, Tensor? sink, float? sm_scale, str? backend=None) -> {_STATE}",
     _prefill_attention,
     _fake_rows,
 )

@@ -157,9 +157,10 @@ def prefill_attention(
     """As :func:`dkv.prefill_attention`."""
     config = _DEFAULT if config is None else config
     check.check_config(config)
-    sizes = (config.block_size, config.prefill_block, config.prefill_top_k, config.prefill_window)
+    sizes = (config.prefill_keys, config.prefill_block, config.prefill_window, config.prefill_stride)
+    limits = (config.prefill_top_k, config.prefill_ratio, config.prefill_mass)
     return AttentionState(
-        *torch.ops.dkv.prefill_attention(q, k, v, block_indices, *sizes, softcap, sink, sm_scale, backend)
+        *torch.ops.dkv.prefill_attention(q, k, v, block_indices, *sizes, *limits, softcap, sink, sm_scale, backend)
     )
 
 

@@ -52,6 +52,7 @@ def attach(model: PreTrainedModel, config: DKVConfig | None = None) -> PreTraine
     if not isinstance(config, DKVConfig):
         raise TypeError(f"config must be a DKVConfig, got {type(config).__qualname__}")
     _head_groups(config, model.config)
+    _selecting_heads(config, model.config)
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     if getattr(model, "_dkv_before", None) is None:
@@ -110,6 +111,12 @@ def _head_groups(config: DKVConfig, model_config: PreTrainedConfig) -> list[tupl
     return [config.head_groups(layer, shape[1]) if kind == FULL_ATTENTION else None for layer, kind in enumerate(kinds)]
 
 
+def _selecting_heads(config: DKVConfig, model_config: PreTrainedConfig) -> list[tuple[bool, ...]]:
+    """Which kv heads of every layer select key blocks in prefill."""
+    layers, heads, _ = model_shape(model_config)
+    return [config.prefill_heads(layer, heads) for layer in range(layers)]
+
+
 class DKVLayer(CacheLayerMixin):
     """A full-attention layer's place in a :class:`DKVCache`."""
 
@@ -118,10 +125,14 @@ class DKVLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(
-        self, config: DKVConfig, attention_name: Callable[[], str], groups: Sequence[HeadGroup] | None = None
+        self,
+        config: DKVConfig,
+        attention_name: Callable[[], str],
+        groups: Sequence[HeadGroup] | None = None,
+        selects: Sequence[bool] | None = None,
     ) -> None:
         super().__init__()
-        self.state = LayerCache(config, groups)
+        self.state = LayerCache(config, groups, selects)
         self._attention_name = attention_name  # a function, so that a deep copy still asks the model's own config
         self._pending: tuple[Tensor, Tensor] | None = None
 
@@ -218,28 +229,29 @@ class DKVCache(Cache):
         if isinstance(model, PreTrainedModel):
             check_format(config, str(model.dtype).rpartition(".")[2])
         kinds, settings = layer_kinds(model_config)
-        groups = _head_groups(config, model_config)
+        groups, selects = _head_groups(config, model_config), _selecting_heads(config, model_config)
         text = model_config.get_text_config(decoder=True)
         super().__init__(
             layers=[
-                DKVLayer(config, lambda: text._attn_implementation, own)
+                DKVLayer(config, lambda: text._attn_implementation, own, selecting)
                 if kind == FULL_ATTENTION
                 else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs)
-                for kind, kwargs, own in zip(kinds, settings, groups, strict=True)
+                for kind, kwargs, own, selecting in zip(kinds, settings, groups, selects, strict=True)
             ]
         )
         self.config = config
-        self._groups_of = lambda other: _head_groups(other, model_config)  # a function: a deep copy keeps the config
+        # a function: a deep copy keeps the config
+        self._heads_of = lambda other: (_head_groups(other, model_config), _selecting_heads(other, model_config))
         self.kv_shape = model_shape(model_config)[1:]  # what a loaded file must hold
 
     def configure(self, config: DKVConfig) -> None:
         """Go on with other settings; those of the codec may differ only while no block is closed."""
-        groups = self._groups_of(config)
-        pairs = [(layer.state, own) for layer, own in zip(self.layers, groups) if isinstance(layer, DKVLayer)]
+        heads = list(zip(*self._heads_of(config), strict=True))
+        pairs = [(layer.state, own) for layer, own in zip(self.layers, heads) if isinstance(layer, DKVLayer)]
         for state, own in pairs:
-            copy.copy(state).configure(config, own)  # configure only rebinds: a refusal comes before any change
+            copy.copy(state).configure(config, *own)  # configure only rebinds: a refusal comes before any change
         for state, own in pairs:
-            state.configure(config, own)
+            state.configure(config, *own)
         self.config = config
 
     @property

@@ -196,25 +196,25 @@ def _store_rows(
     return stored
 
 
-def reconstruct_blocks(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
-    """Rebuild ``k [B, H, N * S, D]`` and ``v [B, H, N * S, Dv]`` in the cache's dtype; for inspection.
+def reconstruct_blocks(blocks: CompressedBlocks, wide: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Rebuild ``k [B, H, N * S, D]`` and ``v [B, H, N * S, Dv]`` in the cache's dtype, computed in ``wide``.
 
     Blocks beyond ``block_counts`` come back as zeros.
     """
     size = blocks.block_size
-    u = blocks.u.double() * blocks.u_unit.double()[:, :, None, None]  # [B, N, S, r]
-    if blocks.u_scale is not None:
-        u = u * blocks.u_scale.double()[..., None]
-    k = blocks.anchor_k.double()[:, :, :, None] + u[:, :, None] @ _basis(blocks.basis_k, blocks.basis_k_scale)
-    v = blocks.anchor_v.double()[:, :, :, None].expand(-1, -1, -1, size, -1).clone()
-    if blocks.basis_v is not None and blocks.v_gain is not None:
-        v += (u[:, :, None] @ _basis(blocks.basis_v, blocks.basis_v_scale)) / blocks.v_gain.double()[
-            ..., None, None, None
-        ]
+    k, v = (x.to(wide)[:, :, :, None].repeat(1, 1, 1, size, 1) for x in (blocks.anchor_k, blocks.anchor_v))
+    if not blocks.format.keeps_every_row:
+        u = blocks.u.to(wide) * blocks.u_unit.to(wide)[:, :, None, None]  # [B, N, S, r]
+        if blocks.u_scale is not None:
+            u = u * blocks.u_scale.to(wide)[..., None]
+        k += u[:, :, None] @ _basis(blocks.basis_k, blocks.basis_k_scale, wide)
+        if blocks.basis_v is not None and blocks.v_gain is not None:
+            low = u[:, :, None] @ _basis(blocks.basis_v, blocks.basis_v_scale, wide)
+            v += low / blocks.v_gain.to(wide)[..., None, None, None]
     dtype = blocks.anchor_k.dtype
     k, v = saturated(k, dtype), saturated(v, blocks.anchor_v.dtype)
     k[:, :, :, 0], v[:, :, :, 0] = blocks.anchor_k, blocks.anchor_v
-    rows_k, rows_v = residual_rows(blocks)
+    rows_k, rows_v = residual_rows(blocks, wide)
     where = _positions(blocks)
     if blocks.block_counts is not None:
         beyond = torch.arange(blocks.num_blocks, device=k.device) >= blocks.block_counts[:, None]  # [B, N]
@@ -236,31 +236,30 @@ def _positions(blocks: CompressedBlocks) -> Tensor:
     return every.expand(blocks.batch_size, blocks.num_blocks, -1)
 
 
-def _basis(basis: Tensor, scale: Tensor | None) -> Tensor:
-    wide = basis.double()
-    return wide if scale is None else wide * scale.double()[:, :, None, :, None]
+def _basis(basis: Tensor, scale: Tensor | None, wide: torch.dtype) -> Tensor:
+    return basis.to(wide) if scale is None else basis.to(wide) * scale.to(wide)[:, :, None, :, None]
 
 
-def residual_rows(blocks: CompressedBlocks) -> tuple[Tensor, Tensor]:
-    """Stored residual rows as numbers, ``[B, N, H, R, D]`` and ``[B, N, H, R, Dv]``, float64."""
+def residual_rows(blocks: CompressedBlocks, wide: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Stored residual rows as numbers in ``wide``, ``[B, N, H, R, D]`` and ``[B, N, H, R, Dv]``."""
     fmt = blocks.format
     if fmt.exact_rows:
-        return blocks.residual_k.double(), blocks.residual_v.double()
-    k = _decoded(blocks, "residual_k", fmt.key_segments(blocks.head_dim))
-    v = _decoded(blocks, "residual_v", fmt.value_segments(blocks.head_dim_v))
+        return blocks.residual_k.to(wide), blocks.residual_v.to(wide)
+    k = _decoded(blocks, "residual_k", fmt.key_segments(blocks.head_dim), wide)
+    v = _decoded(blocks, "residual_v", fmt.value_segments(blocks.head_dim_v), wide)
     if fmt.orders_channels:
         order = blocks.residual_k_order.long()
         if blocks.block_counts is not None:  # what lies beyond may hold places that no key has
             beyond = torch.arange(blocks.num_blocks, device=k.device) >= blocks.block_counts[:, None]
             order = order.masked_fill(beyond[:, :, None, None], 0)
         k = torch.zeros_like(k).scatter_(4, order[..., None, :].expand_as(k), k)
-    return blocks.anchor_k.double()[:, :, :, None] + k, v
+    return blocks.anchor_k.to(wide)[:, :, :, None] + k, v
 
 
-def _decoded(blocks: CompressedBlocks, name: str, segments: Segments) -> Tensor:
+def _decoded(blocks: CompressedBlocks, name: str, segments: Segments, wide: torch.dtype) -> Tensor:
     """Coded rows as numbers ``[B, N, H, R, D]``, channels in stored order."""
-    scale, low, unit = (getattr(blocks, f"{name}_{part}").double() for part in ("scale", "min", "unit"))
-    codes = unpack(getattr(blocks, name), segments, torch.float64)  # [B, N, H, Q, S, C]
+    scale, low, unit = (getattr(blocks, f"{name}_{part}").to(wide) for part in ("scale", "min", "unit"))
+    codes = unpack(getattr(blocks, name), segments, wide)  # [B, N, H, Q, S, C]
     codes = torch.nn.functional.pad(codes, (0, scale.shape[-1] - codes.shape[-1]))
     rows = unit[..., None, None, None] * (low[..., None, :] + scale[..., None, :] * codes)
     return rows.flatten(3, 4)[..., : blocks.num_residuals, :]

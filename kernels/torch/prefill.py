@@ -2,83 +2,147 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from .decode import (
-    WORKSPACE_BYTES,
-    accumulation_dtype,
-    capped,
-    distinct,
-    empty_state,
-    softmax_weights,
-    softmax_with_sink,
-)
-from .merge import saturated
+from .decode import accumulation_dtype, capped, distinct, empty_state, softmax_weights
+from .merge import merge_states, saturated
 
-KEY_SUB_BLOCK = 32
-QUERY_SUB_BLOCK = 16
-
-
-def _sub_means(x: Tensor, size: int) -> Tensor:
-    """Means of consecutive rows, ``[..., L, D] -> [..., ceil(L / size), D]``; the last one over what is left."""
-    length = x.shape[-2]
-    pad = -length % size
-    sums = torch.nn.functional.pad(x, (0, 0, 0, pad)).unflatten(-2, (-1, size)).sum(-2)
-    rows = torch.full((sums.shape[-2],), size, dtype=x.dtype, device=x.device)
-    rows[-1] = size - pad
-    return sums / rows[:, None]
+WORKSPACE_BYTES = 64 << 20  # gathered keys and values held at one time
+SCORED_QUERIES = 64  # per head, in one product
+SCORED_NUMBERS = 2 << 20  # logits of one product, few enough to stay in a cache
 
 
 def select_key_blocks(
-    q: Tensor, k: Tensor, block_size: int, prefill_block: int, top_k: int, prefill_window: int, sm_scale: float
+    q: Tensor,
+    k: Tensor,
+    block_size: int,
+    prefill_block: int,
+    top_k: int,
+    prefill_window: int,
+    sm_scale: float,
+    stride: int,
+    ratio: float,
+    mass: float,
 ) -> Tensor:
     """Key blocks of every query block, ``[B, Hkv, ceil(Sq / prefill_block), W]`` int32, ascending, -1 where unused."""
+    keys, length = k.shape[2], q.shape[2]
+    if q.shape[0] == 0 or length == 0 or keys == 0:
+        width = selection_width(-(-keys // block_size), block_size, prefill_block, top_k, prefill_window, ratio)
+        size = (q.shape[0], k.shape[1], -(-length // prefill_block), width)
+        return torch.full(size, -1, dtype=torch.int32, device=q.device)
+    scores = sampled_scores(q, k, block_size, prefill_block, stride, sm_scale, keys - length, 0)
+    share = block_shares(scores, length, prefill_block, stride)
+    return choose_blocks(share, keys, length, block_size, prefill_block, top_k, prefill_window, ratio, mass)
+
+
+def sampled_queries(length: int, prefill_block: int, stride: int) -> list[int]:
+    """The queries that are scored: the last of every ``stride`` of a query block, and its last."""
+    found = []
+    for start in range(0, length, prefill_block):
+        stop = min(start + prefill_block, length)
+        found += [min(first + stride, stop) - 1 for first in range(start, stop, stride)]
+    return found
+
+
+def sampled_scores(
+    q: Tensor,
+    k: Tensor,
+    block_size: int,
+    prefill_block: int,
+    stride: int,
+    sm_scale: float,
+    first: int,
+    offset: int,
+) -> Tensor:
+    """Log of the mass of every key block for the sampled queries, ``[B, Hkv, G, M, N]``; -inf where none is visible.
+
+    The first query stands at position ``first``, the first key at ``offset``.
+    """
     batch, heads, length, dim = q.shape
     heads_kv, keys = k.shape[1:3]
     wide = accumulation_dtype(q.dtype)
-    count, query_blocks = -(-keys // block_size), -(-length // prefill_block)
-    starts = torch.arange(query_blocks, device=q.device) * prefill_block + keys - length
+    places = sampled_queries(length, prefill_block, stride)
+    at = torch.tensor(places, dtype=torch.long, device=q.device)
+    count = -(-keys // block_size)
+    scores = q.new_full((batch, heads_kv, heads // heads_kv, len(at), count), -torch.inf, dtype=wide)
+    if scores.numel() == 0:
+        return scores
+    rows = q[:, :, at].to(wide).mul(sm_scale).unflatten(1, (heads_kv, -1))  # [B, Hkv, G, M, D]
+    inside = torch.arange(keys, device=q.device) + offset
+    step = max(1, SCORED_NUMBERS // (batch * heads * min(len(at), SCORED_QUERIES) * block_size)) * block_size
+    for low in range(0, len(at), SCORED_QUERIES):
+        part, here = rows[:, :, :, low : low + SCORED_QUERIES], places[low : low + SCORED_QUERIES]
+        position = at[low : low + SCORED_QUERIES] + first
+        for start in range(0, min(keys, here[-1] + first - offset + 1), step):  # no key beyond the last query
+            tile = k[:, :, start : start + step].to(wide)
+            logits = (part.flatten(2, 3) @ tile.mT).unflatten(2, part.shape[2:4])
+            if here[0] + first < offset + start + tile.shape[2] - 1:
+                logits.masked_fill_(inside[start : start + step] > position[:, None], -torch.inf)
+            if tile.shape[2] % block_size:
+                logits = torch.nn.functional.pad(logits, (0, -tile.shape[2] % block_size), value=-torch.inf)
+            logits = logits.unflatten(-1, (-1, block_size))
+            peak = logits.amax(-1)
+            peak = torch.where(peak == -torch.inf, 0.0, peak)
+            total = logits.sub_(peak[..., None]).exp_().sum(-1).log_()
+            blocks = slice(start // block_size, start // block_size + peak.shape[-1])
+            scores[:, :, :, low : low + SCORED_QUERIES, blocks] = total + peak
+    return scores
+
+
+def block_shares(scores: Tensor, length: int, prefill_block: int, stride: int) -> Tensor:
+    """Mean share of the attention of a query block's sampled queries that each key block has, ``[B, Hkv, n, N]``."""
+    share, _ = softmax_weights(torch.where(scores.isnan(), -torch.inf, scores), (4,))
+    share = share.mean(2)  # [B, Hkv, M, N]
+    per, whole = -(-prefill_block // stride), max(0, -(-length // prefill_block) - 1)
+    first, last = share[:, :, : per * whole], share[:, :, per * whole :]
+    parts = [first.unflatten(2, (whole, per)).mean(3)] if whole else []
+    return torch.cat([*parts, last.mean(2, keepdim=True)], dim=2) if last.shape[2] else share
+
+
+def choose_blocks(
+    share: Tensor,
+    keys: int,
+    length: int,
+    block_size: int,
+    prefill_block: int,
+    top_k: int,
+    prefill_window: int,
+    ratio: float,
+    mass: float,
+) -> Tensor:
+    """The first block, the window's, and the best others by ``share [B, Hkv, n, N]``; as ``select_key_blocks``."""
+    query_blocks, count = share.shape[2:]
+    width = selection_width(count, block_size, prefill_block, top_k, prefill_window, ratio)
+    starts = torch.arange(query_blocks, device=share.device) * prefill_block + keys - length
     ends = torch.clamp(starts + prefill_block - 1, max=keys - 1)  # last visible key of each query block
-    if batch == 0 or length == 0 or keys == 0:
-        width = _width(count, block_size, prefill_block, top_k, prefill_window)
-        return torch.full((batch, heads_kv, query_blocks, width), -1, dtype=torch.int32, device=q.device)
-    # a block's own sub-blocks and a query block's own sub-blocks: both are padded apart, never across a border
-    key_means = [_sub_means(part.to(wide), KEY_SUB_BLOCK) for part in k.split(block_size, dim=2)]
-    widest = key_means[0].shape[2]
-    key_means = torch.stack([_repeat_last(m, widest) for m in key_means], dim=2)  # [B, Hkv, N, s, D]
-    stops = (torch.arange(1, widest + 1, device=q.device) * KEY_SUB_BLOCK).clamp(max=block_size)
-    stops = stops + torch.arange(count, device=q.device)[:, None] * block_size  # [N, s]
-    query_means = [_sub_means(part.to(wide), QUERY_SUB_BLOCK) for part in q.split(prefill_block, dim=2)]
-    score = []
-    for index, means in enumerate(query_means):
-        means = means.reshape(batch, heads_kv, -1, dim)  # [B, Hkv, G * t, D]
-        logits = (means @ key_means.flatten(2, 3).mT * sm_scale).unflatten(-1, (count, widest))
-        # a sub-block that reaches beyond the last query would let later keys decide
-        best = torch.where(stops <= ends[index] + 1, logits, -torch.inf).amax(-1)
-        score.append(softmax_weights(torch.where(best.isnan(), -torch.inf, best), (3,))[0].mean(2))
-    scores = torch.stack(score, dim=2)  # [B, Hkv, n, N]
-    slots = torch.arange(count, device=q.device)
+    slots = torch.arange(count, device=share.device)
     candidate = slots * block_size <= ends[:, None]
     near = (slots + 1) * block_size > (starts - prefill_window)[:, None]
     pinned = candidate & (near | (slots == 0))
-    width = _width(count, block_size, prefill_block, top_k, prefill_window)
-    room = pinned.sum(-1, keepdim=True).clamp(min=top_k)  # pinned blocks are never dropped
-    key = torch.where(pinned, torch.inf, torch.where(candidate, scores, -1.0))
+    limit = (ratio * candidate.sum(-1, keepdim=True).double()).ceil().long().clamp(max=top_k)
+    room = torch.maximum(pinned.sum(-1, keepdim=True), limit)  # pinned blocks are never dropped
+    key = torch.where(pinned, torch.inf, torch.where(candidate, share, -1.0))
     order = key.sort(dim=-1, descending=True, stable=True).indices[..., :width]
-    usable = (order * block_size <= ends[:, None]) & (torch.arange(width, device=q.device) < room)
+    rank = torch.arange(order.shape[-1], device=share.device)
+    usable = (order * block_size <= ends[:, None]) & (rank < room)
+    if mass < 1:
+        share = torch.where(candidate & (slots > 0), share, 0.0)  # the first block takes what a head has no use for
+        taken = share.gather(-1, order)
+        enough = taken.cumsum(-1) - taken >= mass * share.sum(-1, keepdim=True)
+        usable &= ~enough | (rank < pinned.sum(-1, keepdim=True))
     chosen = torch.where(usable, order, count).sort(dim=-1).values
     return torch.where(chosen < count, chosen, -1).int()
 
 
-def _width(count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int) -> int:
-    """Room for ``top_k``, or for the first block and every block that a window and a query block can touch."""
-    return min(count, max(top_k, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))
-
-
-def _repeat_last(x: Tensor, rows: int) -> Tensor:
-    missing = rows - x.shape[2]
-    return torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2) if missing else x
+def selection_width(
+    count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int, ratio: float
+) -> int:
+    """Room for the most that a query block may choose, and for every block that its window can touch."""
+    most = min(top_k, int(-(-ratio * count // 1)))
+    return min(count, max(most, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))
 
 
 def prefill_attention(
@@ -93,44 +157,116 @@ def prefill_attention(
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Each query block attends its key blocks, causally, bottom-right aligned."""
+    keys = k.shape[2]
+    if 0 in q.shape[:3] or keys == 0 or block_indices.shape[3] == 0:
+        return empty_state(q, v.shape[-1], sink)
+    block_indices = distinct(block_indices, -(-keys // block_size))
+    first = keys - q.shape[2]
+    out, lse = attend_blocks(q, k, v, block_indices, block_size, prefill_block, first, softcap, sm_scale)
+    if sink is not None:
+        out, lse = with_sink(out, lse, sink)
+    return saturated(out, q.dtype), lse.float()
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """A state whose denominator holds one more logit per head, without a value."""
+    total = torch.logaddexp(lse, sink.to(lse.dtype).view(1, -1, 1))
+    keep = torch.where(total == -torch.inf, 0.0, (lse - total).exp())
+    return out * keep[..., None], total
+
+
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_size: int,
+    prefill_block: int,
+    first: int,
+    softcap: float | None,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """State over the selected blocks, in the accumulation dtype.
+
+    The first query stands at row ``first`` of ``k``; every list names a block once, -1 is unused. Blocks that all
+    queries of a query block see take no mask, and the heads of a group are then rows of one product.
+    """
     batch, heads, length, dim = q.shape
     heads_kv, keys, dim_v = k.shape[1], k.shape[2], v.shape[-1]
     group, wide = heads // heads_kv, accumulation_dtype(q.dtype)
-    query_blocks, width = block_indices.shape[2:]
-    if batch == 0 or length == 0 or keys == 0 or width == 0:
-        return empty_state(q, dim_v, sink)
-    block_indices = distinct(block_indices, -(-keys // block_size))
-    pad_q, pad_k = -length % prefill_block, -keys % block_size
-    # [B, Hkv, n, G, s, D]
-    grouped = torch.nn.functional.pad(q, (0, 0, 0, pad_q)).unflatten(2, (query_blocks, prefill_block))
-    grouped = grouped.unflatten(1, (heads_kv, group)).transpose(2, 3)
-    k = torch.nn.functional.pad(k, (0, 0, 0, pad_k)).unflatten(2, (-1, block_size))
-    v = torch.nn.functional.pad(v, (0, 0, 0, pad_k)).unflatten(2, (-1, block_size))
-    row = torch.arange(batch, device=q.device).view(-1, 1, 1, 1)
-    head = torch.arange(heads_kv, device=q.device).view(1, -1, 1, 1)
-    inside = torch.arange(block_size, device=q.device)
-    step = max(
-        1, WORKSPACE_BYTES // (4 * batch * heads_kv * width * block_size * (2 * group * prefill_block + dim + dim_v))
+    query_blocks = block_indices.shape[2]
+    pad_q, pad_k = query_blocks * prefill_block - length, -keys % block_size
+    grouped = torch.nn.functional.pad(q, (0, 0, 0, pad_q)) if pad_q else q
+    grouped = grouped.unflatten(2, (query_blocks, prefill_block)).unflatten(1, (heads_kv, group)).transpose(2, 3)
+    rows_q = grouped.flatten(3, 4).flatten(0, 2)  # [T, G * P, D], T = B * Hkv * n
+    rows_k, rows_v = (
+        (torch.nn.functional.pad(x, (0, 0, 0, pad_k)) if pad_k else x).reshape(-1, block_size, x.shape[-1])
+        for x in (k, v)
     )
-    outs, lses = [], []
-    for i in range(0, query_blocks, step):
-        chosen = block_indices[:, :, i : i + step].long()  # [B, Hkv, n, W]
-        part_k = k[row, head, chosen.clamp(min=0)].flatten(3, 4).to(wide)  # [B, Hkv, n, W * S, D]
-        part_v = v[row, head, chosen.clamp(min=0)].flatten(3, 4).to(wide)
-        part_q = grouped[:, :, i : i + step].to(wide)
-        logits = capped(part_q.flatten(3, 4) @ part_k.mT * sm_scale, softcap).unflatten(3, (group, prefill_block))
-        position = (torch.arange(i, i + chosen.shape[2], device=q.device) * prefill_block + keys - length)[:, None]
-        position = position + torch.arange(prefill_block, device=q.device)  # [n, s]
-        slot = (chosen[..., None] * block_size + inside).flatten(3)  # [B, Hkv, n, W * S]
-        used = (chosen >= 0)[..., None].expand(*chosen.shape, block_size).flatten(3)
-        seen = used[..., None, None, :] & (slot[..., None, None, :] <= position[:, None, :, None])
-        seen = seen & (slot < keys)[..., None, None, :]
-        part_v = torch.where(used[..., None], part_v, 0.0)  # unused slots point at a block that was not selected
-        logits = torch.where(seen, logits, -torch.inf)
-        weight, lse = softmax_with_sink(logits, None if sink is None else sink.view(heads_kv, 1, group, 1, 1))
-        outs.append((weight.flatten(3, 4) @ part_v).unflatten(3, (group, prefill_block)))
-        lses.append(lse)
-    # [B, Hkv, n, G, s, Dv] -> [B, Hq, Sq, Dv]
-    out = torch.cat(outs, dim=2).transpose(2, 3).reshape(batch, heads, -1, dim_v)[:, :, :length]
-    lse = torch.cat(lses, dim=2).transpose(2, 3).reshape(batch, heads, -1)[:, :, :length]
-    return saturated(out, q.dtype), lse.float()
+    lists = block_indices.reshape(len(rows_q), -1).long()
+    start = (torch.arange(query_blocks, device=q.device) * prefill_block + first).repeat(batch * heads_kv)
+    base = torch.arange(batch * heads_kv, device=q.device).repeat_interleave(query_blocks) * -(-keys // block_size)
+    out = torch.zeros(*rows_q.shape[:2], dim_v, dtype=wide, device=q.device)
+    lse = torch.full(rows_q.shape[:2], -torch.inf, dtype=wide, device=q.device)
+    query, inside = torch.arange(prefill_block, device=q.device), torch.arange(block_size, device=q.device)
+    past = (lists + 1) * block_size <= start[:, None] + 1
+    for part, masked in ((torch.where(past, lists, -1), False), (torch.where(past, -1, lists), True)):
+        part = part.sort(dim=1, descending=True).values
+        per_key = wide.itemsize * (dim + dim_v + (1 + group) * prefill_block * (3 if masked else 2))
+        for task, width in _pieces(part, WORKSPACE_BYTES // (per_key * block_size)):
+            chosen = part[task, :width]
+            used = chosen >= 0
+            chosen = torch.where(used, chosen, chosen[:, :1])  # an unused slot reads a block that is selected
+            place = (chosen + base[task, None]).flatten()
+            part_k, part_v = (
+                rows.index_select(0, place).view(len(task), -1, rows.shape[-1]).to(wide) for rows in (rows_k, rows_v)
+            )
+            seen = None if bool(used.all()) else used.repeat_interleave(block_size, dim=1)[:, None]  # [T, 1, W * S]
+            if masked:
+                slot = (chosen[..., None] * block_size + inside).flatten(1)[:, None]
+                last = (start[task, None] + query).clamp(max=keys - 1)[..., None]
+                seen = (slot <= last) if seen is None else seen & (slot <= last)  # [T, P, W * S]
+                seen = seen.repeat(1, group, 1)
+            state = _attend(rows_q[task].to(wide), part_k, part_v, seen, softcap, sm_scale)
+            if masked and bool(past.any()):
+                state = merge_states([out[task], state[0]], [lse[task], state[1]])
+            out[task], lse[task] = state
+    blocks = (batch, heads_kv, query_blocks)
+    out = out.unflatten(1, (group, prefill_block)).unflatten(0, blocks).transpose(2, 3).reshape(batch, heads, -1, dim_v)
+    lse = lse.unflatten(1, (group, prefill_block)).unflatten(0, blocks).transpose(2, 3).reshape(batch, heads, -1)
+    return out[:, :, :length], lse[:, :, :length]
+
+
+def _pieces(lists: Tensor, budget: int) -> Iterator[tuple[Tensor, int]]:
+    """Lists of nearly equal length, in pieces of at most ``budget`` blocks; those without a block are left out."""
+    counts, order = (lists >= 0).sum(1).sort(descending=True, stable=True)
+    widths = counts.tolist()
+    start = 0
+    while start < len(widths) and widths[start]:
+        width, stop = widths[start], start + 1
+        most = min(len(widths), start + max(1, budget // width))
+        while stop < most and widths[stop] and widths[stop] * 8 >= width * 7:
+            stop += 1
+        yield order[start:stop], width
+        start = stop
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, softcap: float | None, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """``q [T, M, D]`` over ``k [T, L, D]``, where ``seen [T, M or 1, L]``."""
+    if q.device.type == "cpu" and softcap is None and q.shape[-1] == v.shape[-1]:
+        bias = None if seen is None else torch.where(seen, torch.zeros((), dtype=q.dtype), -torch.inf)[:, None]
+        out, lse = (
+            x[:, 0]
+            for x in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q[:, None], k[:, None], v[:, None], attn_mask=bias, scale=sm_scale
+            )
+        )
+        if seen is None:
+            return out, lse
+        blind = ~seen.any(-1)
+        return torch.where(blind[..., None], 0.0, out), torch.where(blind, -torch.inf, lse)
+    logits = capped((q @ k.mT) * sm_scale, softcap)
+    weight, lse = softmax_weights(logits if seen is None else torch.where(seen, logits, -torch.inf), (2,))
+    return weight @ v, lse

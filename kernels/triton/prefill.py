@@ -12,12 +12,7 @@ from torch import Tensor
 from ._dots import device, max_of, rounded, sum_of
 from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
 from ._rows import NONE, capped, softmax_step
-from ._select import Pins, select_scores
-
-KEY_SUB_BLOCK = 32
-QUERY_SUB_BLOCK = 16
-WORKSPACE_BYTES = 256 << 20  # scores of key blocks held at one time; more query blocks are taken in pieces
-MOST_PIECES = 32768  # query blocks of one launch: a grid's second axis is short
+from ._sample import block_shares, choose_blocks, sampled_scores, selection_width
 
 
 class PrefillConfig(NamedTuple):
@@ -42,108 +37,6 @@ def _reach(block, queries, keys, PREFILL: tl.constexpr, SIZE: tl.constexpr):
     first = block * PREFILL + keys - queries
     last = tl.minimum(first + PREFILL, keys) - 1
     return first, last, tl.where(last < 0, 0, tl.maximum(last, 0) // SIZE + 1)
-
-
-@triton.jit
-def _group_means_kernel(
-    x,  # [B, H, L, D]
-    out,  # [B, H / GROUP, groups, GROUP, D]
-    length,
-    groups,
-    stride_b,
-    stride_h,
-    stride_s,
-    stride_d,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SUB: tl.constexpr,
-    PER: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Means of ``SUB`` consecutive rows, cut at the end of each block and of the rows."""
-    which = tl.program_id(1).to(tl.int64)
-    batch, head = which // HEADS, which % HEADS
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    start = group // PER * BLOCK + group % PER * SUB
-    stop = tl.minimum(tl.minimum(start + SUB, (group // PER + 1) * BLOCK), length)
-    row, column = start[:, None] + tl.arange(0, SUB)[None, :], tl.arange(0, WIDTH)
-    live = (row < stop[:, None])[:, :, None] & (column < DIM)[None, None, :]
-    base = x + batch * stride_b + head * stride_h
-    at = row.to(tl.int64)[:, :, None] * stride_s + column[None, None, :].to(tl.int64) * stride_d
-    mean = sum_of(tl.load(base + at, mask=live, other=0.0).to(tl.float32), axis=1)
-    mean = mean / tl.maximum(stop - start, 1).to(tl.float32)[:, None]
-    place = ((batch * (HEADS // GROUP) + head // GROUP) * groups + group) * GROUP + head % GROUP
-    tl.store(out + place[:, None] * DIM + column[None, :], mean, mask=(group < groups)[:, None] & (column < DIM))
-
-
-@triton.jit
-def _group_scores_kernel(
-    query_means,  # [B * Hkv, n * t, G, D]
-    key_means,  # [B * Hkv, N * s, D]
-    best,  # [B * Hkv, pieces, t * G, N]
-    counts,
-    tails,
-    numbers,
-    first_block,
-    pieces,
-    query_blocks,
-    blocks,
-    queries,
-    keys,
-    window,
-    sm_scale,
-    GROUP: tl.constexpr,
-    PREFILL: tl.constexpr,
-    QUERY_SUB: tl.constexpr,
-    QUERY_GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY_SUB: tl.constexpr,
-    KEY_GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Best key group of each key block for each query group; what a selection needs to know of each query block."""
-    tile, which = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    block = first_block + tl.program_id(1)
-    problem = which * pieces + tl.program_id(1)
-    first, last, count = _reach(block, queries, keys, PREFILL, SIZE)
-    here = tl.minimum(queries - block * PREFILL, PREFILL)
-    number = (here + QUERY_SUB - 1) // QUERY_SUB * GROUP
-    if tile == 0:
-        tl.store(counts + problem, count)
-        tl.store(tails + problem, tl.maximum(first - window, 0) // SIZE)
-        tl.store(numbers + problem, number)
-    if tile * BLOCKS < count:
-        lane, column = tl.arange(0, BLOCKS * LANES), tl.arange(0, CHUNK)
-        owner, part = tile * BLOCKS + lane // LANES, lane % LANES
-        stop = tl.minimum(owner * SIZE + (part + 1) * KEY_SUB, (owner + 1) * SIZE)
-        # a group that reaches beyond the last query would let later keys decide
-        counted = (part < KEY_GROUPS) & (stop <= last + 1)
-        key = key_means + ((which * blocks + owner) * KEY_GROUPS + part) * DIM
-        slot = tile * BLOCKS + tl.arange(0, BLOCKS)
-        for start in range(0, number, ROWS):
-            row = start + tl.arange(0, ROWS)
-            query = query_means + ((which * query_blocks + block) * (QUERY_GROUPS * GROUP) + row) * DIM
-            logits = tl.full([ROWS, BLOCKS * LANES], 0.0, tl.float32)
-            for chunk in range(CHUNKS):
-                at = chunk * CHUNK + column
-                a = tl.load(query[:, None] + at[None, :], mask=(row < number)[:, None] & (at < DIM)[None, :], other=0.0)
-                b = tl.load(key[None, :] + at[:, None], mask=counted[None, :] & (at < DIM)[:, None], other=0.0)
-                logits += tl.dot(a, b, input_precision="ieee")
-            logits = tl.where(counted[None, :], logits * sm_scale, NONE)
-            unknown = (logits != logits).to(tl.int32)
-            logits = tl.reshape(tl.where(unknown > 0, NONE, logits), [ROWS, BLOCKS, LANES])
-            unknown = max_of(tl.reshape(unknown, [ROWS, BLOCKS, LANES]), axis=2)
-            largest = tl.where(unknown > 0, NONE, max_of(logits, axis=2))
-            place = (problem * (QUERY_GROUPS * GROUP) + row)[:, None] * blocks + slot[None, :]
-            tl.store(best + place, largest, mask=(row < number)[:, None] & (slot < blocks)[None, :])
 
 
 @triton.jit
@@ -288,96 +181,26 @@ def _attend_kernel(
 
 
 def select_key_blocks(
-    q: Tensor, k: Tensor, block_size: int, prefill_block: int, top_k: int, prefill_window: int, sm_scale: float
+    q: Tensor,
+    k: Tensor,
+    block_size: int,
+    prefill_block: int,
+    top_k: int,
+    prefill_window: int,
+    sm_scale: float,
+    stride: int,
+    ratio: float,
+    mass: float,
 ) -> Tensor:
     """Key blocks of every query block, ``[B, Hkv, ceil(Sq / prefill_block), W]`` int32, ascending, -1 where unused."""
-    batch, heads, length, dim = q.shape
-    heads_kv, keys = k.shape[1:3]
-    count, query_blocks = triton.cdiv(keys, block_size), triton.cdiv(length, prefill_block)
-    # room for top_k, or for the first block and every block that a window and a query block can touch
-    width = min(count, max(top_k, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))
-    if batch == 0 or length == 0 or keys == 0:
-        return torch.full((batch, heads_kv, query_blocks, width), -1, dtype=torch.int32, device=q.device)
-    group, problems = heads // heads_kv, batch * heads_kv
-    query_groups, key_groups = triton.cdiv(prefill_block, QUERY_SUB_BLOCK), triton.cdiv(block_size, KEY_SUB_BLOCK)
-    query_means = _group_means(q, group, prefill_block, QUERY_SUB_BLOCK, query_blocks)
-    key_means = _group_means(k, 1, block_size, KEY_SUB_BLOCK, count)
-    rows, lanes = query_groups * group, power_of_two(key_groups)
-    tile = min(64, power_of_two(rows, 16))
-    blocks = power_of_two(min(count, max(1, 64 // lanes)), triton.cdiv(16, lanes))
-    chunk = min(64, power_of_two(dim, 16))
-    step = min(query_blocks, MOST_PIECES, max(1, WORKSPACE_BYTES // (4 * problems * rows * count)))
-    chosen = []
-    for start in range(0, query_blocks, step):
-        pieces = min(step, query_blocks - start)
-        best = torch.empty(problems * pieces, 1, rows, count, dtype=torch.float32, device=q.device)
-        counts, tails, numbers = torch.empty(3, problems * pieces, dtype=torch.int32, device=q.device).unbind()
-        launch(
-            _group_scores_kernel,
-            (triton.cdiv(count, blocks), pieces, problems),
-            query_means,
-            key_means,
-            best,
-            counts,
-            tails,
-            numbers,
-            start,
-            pieces,
-            query_blocks,
-            count,
-            length,
-            keys,
-            prefill_window,
-            sm_scale,
-            GROUP=group,
-            PREFILL=prefill_block,
-            QUERY_SUB=QUERY_SUB_BLOCK,
-            QUERY_GROUPS=query_groups,
-            SIZE=block_size,
-            KEY_SUB=KEY_SUB_BLOCK,
-            KEY_GROUPS=key_groups,
-            LANES=lanes,
-            DIM=dim,
-            CHUNK=chunk,
-            CHUNKS=triton.cdiv(dim, chunk),
-            ROWS=tile,
-            BLOCKS=blocks,
-            num_warps=4,
-            num_stages=2,
-        )
-        pins = Pins(top_k, 1, tails=tails, grow=True)
-        part = select_scores(best, counts, 1, 1, pins, width, numbers)
-        chosen.append(part.view(batch, heads_kv, pieces, width))
-    return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=2)
-
-
-def _group_means(x: Tensor, group: int, block: int, size: int, blocks: int) -> Tensor:
-    """Means of ``size`` rows of each block, float32 ``[B * H / group, blocks * groups of a block, group, D]``."""
-    batch, heads, length, dim = x.shape
-    per, width = triton.cdiv(block, size), power_of_two(dim, 16)
-    groups, sub = blocks * per, min(size, power_of_two(block))
-    out = torch.empty(batch * heads // group, groups, group, dim, dtype=torch.float32, device=x.device)
-    tile = min(power_of_two(groups), max(1, (65536 if INTERPRETED else 8192) // (sub * width)))
-    launch(
-        _group_means_kernel,
-        (triton.cdiv(groups, tile), batch * heads),
-        x,
-        out,
-        length,
-        groups,
-        *x.stride(),
-        HEADS=heads,
-        GROUP=group,
-        BLOCK=block,
-        SUB=sub,
-        PER=per,
-        DIM=dim,
-        WIDTH=width,
-        TILE=tile,
-        num_warps=4,
-        num_stages=1,
-    )
-    return out
+    keys, length = k.shape[2], q.shape[2]
+    if q.shape[0] == 0 or length == 0 or keys == 0:
+        width = selection_width(-(-keys // block_size), block_size, prefill_block, top_k, prefill_window, ratio)
+        size = (q.shape[0], k.shape[1], -(-length // prefill_block), width)
+        return torch.full(size, -1, dtype=torch.int32, device=q.device)
+    scores = sampled_scores(q, k, block_size, prefill_block, stride, sm_scale, keys - length, 0)
+    share = block_shares(scores, length, prefill_block, stride)
+    return choose_blocks(share, keys, length, block_size, prefill_block, top_k, prefill_window, ratio, mass)
 
 
 def prefill_attention(
