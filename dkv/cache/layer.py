@@ -16,7 +16,8 @@ from dkv.cache.heads import check_groups, one_group, pick, put_back
 from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
 from dkv.compress import compress_blocks
 from dkv.config import DKVConfig, HeadGroup
-from dkv.kernels.torch.decode import attend_rows, merge_selected
+from dkv.kernels.torch._storage import Selected
+from dkv.kernels.torch.decode import attend_rows, choose, merge_selected
 from dkv.kernels.torch.merge import saturated
 from dkv.kernels.torch.route import route_blocks
 from dkv.types import CompressedBlocks
@@ -69,6 +70,7 @@ class LayerCache:
             if now != then:
                 raise ValueError("config stores blocks in another way than the closed ones are stored")
         self.config, self.groups = config, groups
+        self._forget_selection()
 
     def reset(self) -> None:
         """Forget everything; the next append starts a new batch of any size."""
@@ -80,6 +82,12 @@ class LayerCache:
         self.k_rows: Tensor | None = None
         self.v_rows: Tensor | None = None
         self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
+        self._forget_selection()
+
+    def _forget_selection(self) -> None:
+        """The next step routes, whatever the steps before it chose."""
+        self._selection: tuple[Selected, ...] = ()  # of each stored group
+        self._selected_for = 0  # steps that have used it
 
     def head_groups(self) -> tuple[HeadGroup, ...]:
         """All groups, once keys were seen."""
@@ -196,15 +204,22 @@ class LayerCache:
         """The state of the exact rows merged with that of the blocks, every group of heads on its own."""
         groups, stored = self.head_groups(), iter(self.blocks)
         heads_kv = sum(len(group.heads) for group in groups)
-        states = []
+        if q.shape[2] > 1 or self._selected_for >= self.config.route_every:
+            self._forget_selection()
+        before, selection, states = iter(self._selection), [], []
         for heads, config, _ in groups:
             out, lse, queries = (pick(part, heads, heads_kv) for part in (*exact, q))
             if config is None:
                 states.append((out, lse))
                 continue
             blocks = next(stored)
-            chosen = self._route(config, blocks, queries, padding, scale)
-            states.append(merge_selected((out, lse), queries, blocks, chosen, scale, softcap))
+            chosen = next(before, None)
+            if chosen is None:
+                chosen = choose(blocks, self._route(config, blocks, queries, padding, scale))
+            selection.append(chosen)
+            states.append(merge_selected((out, lse), queries, chosen, scale, softcap))
+        if q.shape[2] == 1:
+            self._selection, self._selected_for = tuple(selection), self._selected_for + 1
         order = [group.heads for group in groups]
         return put_back([out for out, _ in states], order), put_back([lse for _, lse in states], order)
 
@@ -298,6 +313,7 @@ class LayerCache:
             join_blocks(before, self.block_counts, after, due) for before, after in zip(old, new, strict=True)
         )
         self.block_counts = [a + b for a, b in zip(self.block_counts, due, strict=True)]
+        self._forget_selection()
         left = [row - count * size for row, count in zip(self.rows, due, strict=True)]
         capacity = -(-max(left) // size) * size
         self.k_rows = self._without(self.k_rows, sinks, due, capacity)
@@ -358,6 +374,7 @@ class LayerCache:
                     f"crop of {count} positions reaches into a closed block: "
                     f"sequence {row} holds {window} exact rows after it"
                 )
+        self._forget_selection()
         self.offset -= count
         self.rows = [row - lost for row, lost in zip(self.rows, gone, strict=True)]
         self.tokens = [token - lost for token, lost in zip(self.tokens, gone, strict=True)]
@@ -378,6 +395,7 @@ class LayerCache:
         if any(not -self.batch_size <= i < self.batch_size for i in picked):
             raise IndexError(f"index must name sequences 0..{self.batch_size - 1}, got {picked}")
         assert self.k_rows is not None
+        self._forget_selection()
         where = torch.tensor(picked, dtype=torch.long, device=self.k_rows.device) % self.batch_size
         self.k_rows, self.v_rows, self.real = (
             None if part is None else part.index_select(0, where) for part in (self.k_rows, self.v_rows, self.real)

@@ -85,7 +85,8 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
         "minmax": 2 * (rows + dim),
         "residual": 2 * blocks.num_residuals * (rows + dim),
     }
-    space = PIECE_BYTES if router == "lowrank" and blocks.format.keeps_every_row else WORKSPACE_BYTES
+    cached = router == "lowrank" and blocks.format.keeps_every_row and q.device.type == "cpu"
+    space = min(PIECE_BYTES, WORKSPACE_BYTES) if cached else WORKSPACE_BYTES
     step = max(1, space // max(1, 4 * batch * heads * width[router]))
     starts = range(0, blocks.num_blocks, step)
     return torch.cat([score(grouped, _slice_blocks(blocks, i, step), sm_scale) for i in starts], dim=-1)
