@@ -1,6 +1,6 @@
-"""Bytes that ranks exchange in a decode step whose context they share: ``python -m bench.context_parallel --json FILE``.
+"""Bytes that ranks exchange in a decode step over one context: ``python -m bench.context_parallel --json FILE``.
 
-Qwen2.5-1.5B geometry, gloo processes on this machine, one layer. Bytes are those of the arrays that a rank sends to every
+Qwen2.5-1.5B geometry, gloo processes on this machine, one layer. Bytes are of the arrays that a rank sends to every
 other one; transports add their own headers. Times are of processes that share this machine's cores, and say little.
 """
 
