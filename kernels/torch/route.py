@@ -32,7 +32,7 @@ def route_blocks(
     counts = blocks.block_counts
     if counts is None:
         counts = torch.full((batch,), blocks.num_blocks, device=q.device)
-    if blocks.num_blocks == 0 or q.shape[2] == 0:
+    if blocks.num_blocks == 0 or q.shape[2] == 0 or sink_blocks + recent_blocks == top_k:  # the pinned ones are all
         mean = torch.zeros(batch, heads, blocks.num_blocks, device=q.device)
     else:
         scores = route_scores(q, blocks, router, sm_scale)  # [B, Hkv, M, N]
