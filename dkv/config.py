@@ -109,8 +109,8 @@ class DKVConfig:
     top_k : int
         Blocks that a decode step attends, per kv head.
     route_every : int
-        Decode steps of the runtime that use one selection. A block that closes ends it, as does a chunk of several
-        tokens; the window is always exact.
+        Decode steps of the runtime that use one selection, once 16 steps after a chunk of several tokens have each had
+        their own. A block that closes ends a selection; the window is always exact.
     router : {"lowrank", "keys", "minmax", "residual"}
         "keys" scores every stored row of a block; the others a cheaper picture of it.
     share : {"kv_head", "all"}

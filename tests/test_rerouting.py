@@ -22,8 +22,9 @@ def rows(length: int, seed: int) -> list[torch.Tensor]:
 
 @pytest.fixture
 def routed(monkeypatch):
-    """What every call of the router gave."""
+    """What every call of the router gave; the first steps are as any others."""
     calls = []
+    monkeypatch.setattr(layer, "FIRST_STEPS", 0)
 
     def spy(*args):
         calls.append(dkv.route_blocks(args[0], args[1], top_k=args[2], router=args[3], sink_blocks=args[6]))
@@ -57,6 +58,20 @@ def test_how_often_the_router_runs(routed, every):
     for step in range(13):  # none of them closes a block
         state.attend(*rows(1, seed=step))
     assert len(routed) == -(-13 // every)
+
+
+def test_the_first_steps_after_a_chunk_have_selections_of_their_own(routed, monkeypatch):
+    monkeypatch.setattr(layer, "FIRST_STEPS", 3)
+    state = filled(3 + 5 * 16 + 21, route_every=4)
+    seen = []
+    for step in range(9):
+        state.attend(*rows(1, seed=step))
+        seen.append(len(routed))
+    assert seen == [1, 2, 3, 3, 3, 3, 4, 4, 4]
+    state.attend(*rows(2, seed=0))
+    for step in range(2):
+        state.attend(*rows(1, seed=step))
+    assert len(routed) == 6
 
 
 def test_a_block_that_closes_ends_a_selection(routed):

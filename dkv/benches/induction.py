@@ -29,7 +29,7 @@ BACK = (1, 2, 3)  # tokens that the heads of the first layer look back
 SHARPNESS = (400.0, 64.0)  # logit of the right distance in the first layer, of one right token in the second
 ROTARY_BASE = 10.0  # all channels turn fast, so that no two distances within reach look alike
 CHUNK = 512
-ROUTERS = ("keys", "lowrank")  # all that the default format serves, but for "residual", which is "keys" with a maximum
+ROUTERS = ("keys", "lowrank")
 READ = {"chunk_top_k": 1, "recent_blocks": 1}  # while reading: the sink, the newest block and the window
 
 
@@ -92,7 +92,7 @@ def model(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def token_codes() -> Tensor:
-    """``[vocabulary, CODE]`` of 1 and -1, any two of which agree in less than four fifths of their places."""
+    """``[vocabulary, CODE]`` of 1 and -1, any two of which agree in less than nine tenths of their places."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 2, (FILLER + MARKS + PASSCODES, CODE), generator=generator).float() * 2 - 1
 

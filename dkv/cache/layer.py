@@ -22,6 +22,8 @@ from dkv.kernels.torch.merge import saturated
 from dkv.kernels.torch.route import route_blocks
 from dkv.types import CompressedBlocks
 
+FIRST_STEPS = 16  # after a chunk: a question may end in them and its answer begin, so each routes for itself
+
 
 class LayerCache:
     """Compressed blocks and exact rows of one layer, for a batch of sequences.
@@ -70,7 +72,7 @@ class LayerCache:
             if now != then:
                 raise ValueError("config stores blocks in another way than the closed ones are stored")
         self.config, self.groups = config, groups
-        self._forget_selection()
+        self._restart_routing()
 
     def reset(self) -> None:
         """Forget everything; the next append starts a new batch of any size."""
@@ -82,6 +84,10 @@ class LayerCache:
         self.k_rows: Tensor | None = None
         self.v_rows: Tensor | None = None
         self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
+        self._restart_routing()
+
+    def _restart_routing(self) -> None:
+        self._steps = 0  # of one token, since the last chunk
         self._forget_selection()
 
     def _forget_selection(self) -> None:
@@ -204,7 +210,8 @@ class LayerCache:
         """The state of the exact rows merged with that of the blocks, every group of heads on its own."""
         groups, stored = self.head_groups(), iter(self.blocks)
         heads_kv = sum(len(group.heads) for group in groups)
-        if q.shape[2] > 1 or self._selected_for >= self.config.route_every:
+        self._steps = 0 if q.shape[2] > 1 else self._steps + 1
+        if self._steps <= FIRST_STEPS or self._selected_for >= self.config.route_every:
             self._forget_selection()
         before, selection, states = iter(self._selection), [], []
         for heads, config, _ in groups:
@@ -374,7 +381,7 @@ class LayerCache:
                     f"crop of {count} positions reaches into a closed block: "
                     f"sequence {row} holds {window} exact rows after it"
                 )
-        self._forget_selection()
+        self._restart_routing()
         self.offset -= count
         self.rows = [row - lost for row, lost in zip(self.rows, gone, strict=True)]
         self.tokens = [token - lost for token, lost in zip(self.tokens, gone, strict=True)]
