@@ -66,7 +66,7 @@ def run(
         k, v = draw(NUM_KV_HEADS, context), draw(NUM_KV_HEADS, context)
         with torch.inference_mode():
             layer = filled_layer(k, v, config)
-            steps = {
+            steps: dict[str, Callable[[], Any]] = {
                 "dkv": lambda layer=layer, args=(q, k_new, v_new): layer.attend(*args),
                 "dense": lambda args=(q, k, v): dense_attention(*args),
                 "sdpa": lambda args=(q, k, v): sdpa(*args),
