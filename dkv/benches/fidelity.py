@@ -54,13 +54,18 @@ def default_variants(profile: HeadProfile | None = None) -> dict[str, DKVConfig]
 def routed_variants(profile: HeadProfile, top_k: int = 8) -> dict[str, DKVConfig]:
     """The preset "balanced" with all blocks, and with ``top_k`` blocks of its routed heads by every router.
 
-    Rank 32 takes its bytes from the widths: the ratio stays.
+    Every token has a selection of its own, or several tokens share one. Rank 32 takes its bytes from the widths: the
+    ratio stays.
     """
     whole = DKVConfig.preset("balanced", profile)
     picks: dict[str, dict[str, Any]] = {
         "keys": {},
+        "keys every 4 steps": {"route_every": 4},
+        "keys every 8 steps": {"route_every": 8},
         "keys, every head": {"routed_share": 1.0},
+        "keys of every head every 8 steps": {"routed_share": 1.0, "route_every": 8},
         "lowrank, rank 32": {"router": "lowrank", "rank": 32},
+        "lowrank of rank 32 every 8 steps": {"router": "lowrank", "rank": 32, "route_every": 8},
         "residual": {"router": "residual"},
         "minmax": {"router": "minmax"},
     }
