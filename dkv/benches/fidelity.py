@@ -62,6 +62,7 @@ def routed_variants(profile: HeadProfile, top_k: int = 8) -> dict[str, DKVConfig
         "keys": {},
         "keys every 4 steps": {"route_every": 4},
         "keys every 8 steps": {"route_every": 8},
+        "keys every 4 steps and twice the blocks": {"route_every": 4, "chunk_top_k": 2 * top_k},
         "keys, every head": {"routed_share": 1.0},
         "keys of every head every 8 steps": {"routed_share": 1.0, "route_every": 8},
         "lowrank, rank 32": {"router": "lowrank", "rank": 32},
@@ -70,7 +71,7 @@ def routed_variants(profile: HeadProfile, top_k: int = 8) -> dict[str, DKVConfig
         "minmax": {"router": "minmax"},
     }
     routed = {
-        f"top {top_k} by {name}": dataclasses.replace(whole, chunk_top_k=top_k, **changes)
+        f"top {top_k} by {name}": dataclasses.replace(whole, **{"chunk_top_k": top_k, **changes})
         for name, changes in picks.items()
     }
     return {"balanced": whole, "all blocks, rank 32": dataclasses.replace(whole, rank=32), **routed}
