@@ -110,6 +110,9 @@ class DKVConfig:
         Width of values, 0 to 8.
     top_k : int
         Blocks that a decode step attends, per kv head.
+    route_every : int
+        Decode steps of the runtime that use one selection, once 16 steps after a chunk of several tokens have each had
+        their own. A block that closes ends a selection; the window is always exact.
     router : {"lowrank", "keys", "minmax", "residual"}
         "keys" scores every stored row of a block; the others a cheaper picture of it.
     share : {"kv_head", "all"}
@@ -169,6 +172,7 @@ class DKVConfig:
     key_bits: tuple[int, ...] | None = None
     value_bits: int | None = None
     top_k: int = 16
+    route_every: int = 1
     router: str = "lowrank"
     share: str = "kv_head"
     sink_blocks: int = 1
@@ -195,6 +199,7 @@ class DKVConfig:
         self._check_int("rank", 0, 128)
         self._check_int("num_residuals", 0)
         self._check_int("top_k", 1)
+        self._check_int("route_every", 1)
         self._check_int("sink_blocks", 0)
         self._check_int("recent_blocks", 0)
         self._check_int("window", 1)

@@ -60,7 +60,7 @@ def _lines(text):
         (["recall", "--contexts", "1024,x"], "--contexts must be integers"),
         (["recall", "--contexts", "0"], "--contexts must be 1 or more"),
         (["recall", "--trials", "0"], "--trials must be 1 or more"),
-        (["bench", "decode", "--contexts", "256"], "--contexts must be more than 256"),
+        (["bench", "decode", "--contexts", "256"], "--contexts must be 1,536 or more"),
         (["bench", "decode", "--dtype", "int8"], "--dtype must be one of"),
         (["bench", "memory", "--json", "."], "cannot write ."),
         (["bench", "nope"], "nope"),
@@ -215,9 +215,9 @@ def test_bench_memory(tmp_path, capsys):
 
 def test_bench_decode(tmp_path, capsys):
     file = tmp_path / "decode.json"
-    assert main(["bench", "decode", "--contexts", "600,6000", "--repeats", "1", "--json", str(file)]) == 0
+    assert main(["bench", "decode", "--contexts", "1600,6000", "--repeats", "1", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())
-    assert [row["context"] for row in rows] == [600, 6000]
+    assert [row["context"] for row in rows] == [1600, 6000]
     for row in rows:
         assert {"op", "context", "dtype", "ms", "dense_ms", "sdpa_ms", "ratio"} <= set(row)
         assert min(row["ms"], row["dense_ms"], row["sdpa_ms"]) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import dkv
+from dkv.cache.layer import FIRST_STEPS, LayerCache
 from dkv.config import DKVConfig
 from dkv.types import CompressedBlocks
 
@@ -27,46 +29,61 @@ def run(
     device: str = "cpu",
     progress: Callable[[str], None] = lambda label: None,
 ) -> list[dict[str, Any]]:
-    """One row per context: DKV, the best dense form (one bmm per kv head) and SDPA, interleaved, medians.
+    """One row per context: DKV, the best dense form (one bmm per kv head) and SDPA, taking turns, medians.
+
+    A DKV step is a whole step of the runtime's layer: the new row stored, blocks routed every ``config.route_every``
+    steps, selected blocks, sink rows and window attended, and a share of what closing a block takes. Dense attention
+    finds its rows stored. Every DKV step follows a dense one, so that nothing of it is left in the processor's caches.
+    Timing begins when the first steps, which each route, are over.
 
     The compressed blocks are real ones of random K and V, repeated to fill the context: the time of a step depends on
-    shapes and on which blocks are selected, not on what they hold. The window holds ``config.window`` tokens.
+    shapes and on which blocks are selected, not on what they hold.
 
     Returns
     -------
     list of dict
-        Keys ``op``, ``context``, ``dtype``, ``ms``, ``dense_ms``, ``sdpa_ms``, ``ratio`` (``dense_ms / ms``),
-        ``top_k``, ``threads``.
+        Keys ``op``, ``context``, ``dtype``, ``ms`` (mean of a routing period, median of the periods), ``dense_ms``,
+        ``sdpa_ms``, ``ratio`` (``dense_ms / ms``), ``route_ms`` (the step that routes), ``other_ms`` (one that does
+        not), ``close_ms`` (closing one block, 1 in ``block_size`` of which is in ``ms``), ``top_k``, ``route_every``,
+        ``threads``.
     """
     config = config or DKVConfig()
+    least = config.sink_tokens + config.window + config.block_size
+    if config.window < config.block_size or min(contexts) < least:
+        raise ValueError(
+            f"contexts must be {least:,} or more (sink, window and a block), the window a block or more, "
+            f"got {list(contexts)} and {config.window}"
+        )
     rows = []
     for context in contexts:
         progress(f"{context:,} tokens")
-        num_blocks = max(1, (context - config.window) // config.block_size)
-        window = context - num_blocks * config.block_size
-        if window < 1:
-            raise ValueError(f"context must be more than {config.block_size} tokens, got {context}")
         generator = torch.Generator().manual_seed(seed)
 
         def draw(heads: int, tokens: int, generator: torch.Generator = generator) -> torch.Tensor:
             return torch.randn(1, heads, tokens, HEAD_DIM, generator=generator).to(device=device, dtype=dtype)
 
-        q = draw(NUM_Q_HEADS, 1)
+        q, k_new, v_new = draw(NUM_Q_HEADS, 1), draw(NUM_KV_HEADS, 1), draw(NUM_KV_HEADS, 1)
         k, v = draw(NUM_KV_HEADS, context), draw(NUM_KV_HEADS, context)
-        blocks = _tiled_blocks(k, v, num_blocks, config)
-        k_window, v_window = k[:, :, -window:].contiguous(), v[:, :, -window:].contiguous()
-
-        def dkv_step(args: tuple = (q, blocks, k_window, v_window)) -> Any:
-            return dkv.decode_attention(*args, config=config)
-
-        def dense_step(args: tuple = (q, k, v)) -> torch.Tensor:
-            return dense_attention(*args)
-
-        def sdpa_step(args: tuple = (q, k, v)) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(*args, enable_gqa=True)
-
         with torch.inference_mode():
-            ms, dense_ms, sdpa_ms = _interleaved_medians((dkv_step, dense_step, sdpa_step), repeats, device)
+            layer = filled_layer(k, v, config)
+            steps: dict[str, Callable[[], Any]] = {
+                "dkv": lambda layer=layer, args=(q, k_new, v_new): layer.attend(*args),
+                "dense": lambda args=(q, k, v): dense_attention(*args),
+                "sdpa": lambda args=(q, k, v): sdpa(*args),
+            }
+            period = config.route_every
+            turns: dict[str, list[float]] = {name: [] for name in steps}
+            for _ in range(FIRST_STEPS + period - 1):  # the next one routes
+                steps["dkv"]()
+            for turn in range((repeats + 1) * period):
+                for name, step in steps.items():
+                    if name != "sdpa" or turn % period == 0:
+                        turns[name].append(_milliseconds(step, device))
+            close_ms = _close_ms(layer, device)
+        dkv_ms = [turns["dkv"][i : i + period] for i in range(period, len(turns["dkv"]), period)]  # the first warms up
+        ms = statistics.median(map(statistics.fmean, dkv_ms)) + close_ms / config.block_size
+        dense_ms, sdpa_ms = statistics.median(turns["dense"][period:]), statistics.median(turns["sdpa"][1:])
+        others = [each for steps_of in dkv_ms for each in steps_of[1:]]
         rows.append(
             {
                 "op": "decode_attention",
@@ -76,11 +93,30 @@ def run(
                 "dense_ms": round(dense_ms, 3),
                 "sdpa_ms": round(sdpa_ms, 3),
                 "ratio": round(dense_ms / ms, 2),
+                "route_ms": round(statistics.median(each[0] for each in dkv_ms), 3),
+                "other_ms": round(statistics.median(others), 3) if others else None,
+                "close_ms": round(close_ms, 3),
                 "top_k": config.top_k,
+                "route_every": period,
                 "threads": torch.get_num_threads(),
             }
         )
     return rows
+
+
+def filled_layer(k: torch.Tensor, v: torch.Tensor, config: DKVConfig) -> LayerCache:
+    """A layer's cache as it is after ``k, v [B, Hkv, context, D or Dv]``, its blocks repeated from the first few."""
+    context, size = k.shape[2], config.block_size
+    sinks = min(config.sink_tokens, context)
+    num_blocks = max(0, (context - sinks - config.window) // size)
+    exact = context - num_blocks * size
+    layer = LayerCache(config)
+    rows = [torch.cat([x[:, :, :sinks], x[:, :, context - exact + sinks :]], dim=2) for x in (k, v)]
+    layer.attend(torch.zeros_like(rows[0]), *rows)
+    if num_blocks:
+        layer.blocks, layer.block_counts = (_tiled_blocks(k, v, num_blocks, config),), [num_blocks] * len(k)
+    layer.offset, layer.tokens = context, [context] * len(k)
+    return layer
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -93,6 +129,10 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return torch.bmm(weights, values).reshape(batch, num_q_heads, queries, -1)
 
 
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
 def _tiled_blocks(k: torch.Tensor, v: torch.Tensor, num_blocks: int, config: DKVConfig) -> CompressedBlocks:
     made = min(num_blocks, DISTINCT_BLOCKS)
     rows = made * config.block_size
@@ -101,18 +141,18 @@ def _tiled_blocks(k: torch.Tensor, v: torch.Tensor, num_blocks: int, config: DKV
     return blocks.map(lambda part: part[:, index].contiguous())
 
 
-def _interleaved_medians(steps: Sequence[Callable[[], Any]], repeats: int, device: str) -> list[float]:
-    """Median milliseconds of each step; taking turns spreads the machine's noise over all of them."""
-    times: list[list[float]] = [[] for _ in steps]
-    for turn in range(repeats + 2):  # the first two warm up
-        for index, step in enumerate(steps):
-            _synchronize(device)
-            start = time.perf_counter()
-            step()
-            _synchronize(device)
-            if turn >= 2:
-                times[index].append((time.perf_counter() - start) * 1e3)
-    return [statistics.median(each) for each in times]
+def _close_ms(layer: LayerCache, device: str) -> float:
+    """Milliseconds that closing one block takes; ``layer`` stays as it is."""
+    rows = layer.rows[0] - layer.config.sink_tokens - layer.config.block_size
+    return statistics.median(_milliseconds(lambda: copy.copy(layer).close(rows), device) for _ in range(3))
+
+
+def _milliseconds(step: Callable[[], Any], device: str) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    step()
+    _synchronize(device)
+    return (time.perf_counter() - start) * 1e3
 
 
 def _synchronize(device: str) -> None:

@@ -18,10 +18,13 @@ from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
 from dkv.cache.prefill import Past, attend_past
 from dkv.compress import compress_blocks
 from dkv.config import DKVConfig, HeadGroup
-from dkv.kernels.torch.decode import attend_rows, merge_selected
+from dkv.kernels.torch._storage import Selected
+from dkv.kernels.torch.decode import attend_rows, choose, merge_selected
 from dkv.kernels.torch.merge import saturated
 from dkv.kernels.torch.route import route_blocks
 from dkv.types import CompressedBlocks
+
+FIRST_STEPS = 16  # after a chunk: a question may end in them and its answer begin, so each routes for itself
 
 
 class LayerCache:
@@ -82,6 +85,7 @@ class LayerCache:
                 raise ValueError("config stores blocks in another way than the closed ones are stored")
         self.config, self.groups = config, groups
         self.selects = None if selects is None else tuple(selects)
+        self._restart_routing()
 
     def reset(self) -> None:
         """Forget everything; the next append starts a new batch of any size."""
@@ -94,6 +98,16 @@ class LayerCache:
         self.v_rows: Tensor | None = None
         self.visited = self.visible = 0
         self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
+        self._restart_routing()
+
+    def _restart_routing(self) -> None:
+        self._steps = 0  # of one token, since the last chunk
+        self._forget_selection()
+
+    def _forget_selection(self) -> None:
+        """The next step routes, whatever the steps before it chose."""
+        self._selection: tuple[Selected, ...] = ()  # of each stored group
+        self._selected_for = 0  # steps that have used it
 
     def head_groups(self) -> tuple[HeadGroup, ...]:
         """All groups, once keys were seen."""
@@ -273,15 +287,23 @@ class LayerCache:
         """The state of the exact rows merged with that of the blocks, every group of heads on its own."""
         groups, stored = self.head_groups(), iter(self.blocks)
         heads_kv = sum(len(group.heads) for group in groups)
-        states = []
+        self._steps = 0 if q.shape[2] > 1 else self._steps + 1
+        if self._steps <= FIRST_STEPS or self._selected_for >= self.config.route_every:
+            self._forget_selection()
+        before, selection, states = iter(self._selection), [], []
         for heads, config, _ in groups:
             out, lse, queries = (pick(part, heads, heads_kv) for part in (*exact, q))
             if config is None:
                 states.append((out, lse))
                 continue
             blocks = next(stored)
-            chosen = self._route(config, blocks, queries, padding, scale)
-            states.append(merge_selected((out, lse), queries, blocks, chosen, scale, softcap))
+            chosen = next(before, None)
+            if chosen is None:
+                chosen = choose(blocks, self._route(config, blocks, queries, padding, scale))
+            selection.append(chosen)
+            states.append(merge_selected((out, lse), queries, chosen, scale, softcap))
+        if q.shape[2] == 1:
+            self._selection, self._selected_for = tuple(selection), self._selected_for + 1
         order = [group.heads for group in groups]
         return put_back([out for out, _ in states], order), put_back([lse for _, lse in states], order)
 
@@ -374,6 +396,7 @@ class LayerCache:
             join_blocks(before, self.block_counts, after, due) for before, after in zip(old, new, strict=True)
         )
         self.block_counts = [a + b for a, b in zip(self.block_counts, due, strict=True)]
+        self._forget_selection()
         left = [row - count * size for row, count in zip(self.rows, due, strict=True)]
         capacity = -(-max(left) // size) * size
         self.k_rows = self._without(self.k_rows, sinks, due, capacity)
@@ -428,6 +451,7 @@ class LayerCache:
             return
         gone = [count] * self.batch_size if self.real is None else self.real[:, -count:].sum(1).tolist()
         check_crop(self.config, self.tokens, self.rows, self.block_counts, gone, f"crop of {count} positions")
+        self._restart_routing()
         self.offset -= count
         self.rows = [row - lost for row, lost in zip(self.rows, gone, strict=True)]
         self.tokens = [token - lost for token, lost in zip(self.tokens, gone, strict=True)]
@@ -448,6 +472,7 @@ class LayerCache:
         if any(not -self.batch_size <= i < self.batch_size for i in picked):
             raise IndexError(f"index must name sequences 0..{self.batch_size - 1}, got {picked}")
         assert self.k_rows is not None
+        self._forget_selection()
         where = torch.tensor(picked, dtype=torch.long, device=self.k_rows.device) % self.batch_size
         self.k_rows, self.v_rows, self.real = (
             None if part is None else part.index_select(0, where) for part in (self.k_rows, self.v_rows, self.real)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from dkv.cli import _common, bench_mlx
 from dkv.cli._common import CliError, err, out
+from dkv.config import DKVConfig
 from dkv.models import require
 
 app = typer.Typer(help="Measure bytes and times.", rich_markup_mode=None)
@@ -51,11 +52,14 @@ def memory(seed: _common.SeedOption = 0, json_file: _common.JsonOption = None) -
 
 @app.command()
 def decode(
-    contexts: Annotated[str, typer.Option(help="Context lengths in tokens, with commas.")] = "4096,16384,65536,131072",
+    contexts: Annotated[str, typer.Option(help="Context lengths in tokens, with commas.")] = (
+        "4096,16384,65536,131072,262144"
+    ),
     dtype: _common.DtypeOption = "float32",
     device: _common.DeviceOption = "cpu",
     top_k: Annotated[int, typer.Option(help="Blocks that a step attends.")] = 16,
-    repeats: Annotated[int, typer.Option(help="Timed steps; the median counts.")] = 15,
+    route_every: Annotated[int, typer.Option(help="Steps that use one selection of blocks.")] = DKVConfig.route_every,
+    repeats: Annotated[int, typer.Option(help="Timed routing periods; the median counts.")] = 15,
     seed: _common.SeedOption = 0,
     json_file: _common.JsonOption = None,
 ) -> None:
@@ -63,31 +67,37 @@ def decode(
     lengths = _common.integers("--contexts", contexts)
     _common.at_least("--repeats", repeats, 1)
     _common.check_dtype(dtype)
-    config = _common.make_config(top_k=top_k)
+    config = _common.make_config(top_k=top_k, route_every=route_every)
     _common.check_writable(json_file)
     torch = require("torch")
     from dkv.benches import decode as measure
 
-    if min(lengths) <= config.block_size:
-        raise CliError(f"--contexts must be more than {config.block_size}, the size of one block")
+    least = config.sink_tokens + config.window + config.block_size
+    if min(lengths) < least:
+        raise CliError(f"--contexts must be {least:,} or more: sink, window and one block")
     try:
         with err.status("Starting") as status:
             rows = measure.run(lengths, getattr(torch, dtype), config, repeats, seed, device, progress=status.update)
     except (AssertionError, RuntimeError, MemoryError) as error:  # torch without that device, or not enough memory
         raise CliError(f"cannot run on {device!r}: {' '.join(str(error).split())[:200]}") from error
     table = Table(title=f"One decode step of one layer, {dtype}, {rows[0]['threads']} threads, median of {repeats}")
-    for column in ("context", "DKV ms", "best dense ms", "SDPA ms", "dense / DKV"):
+    for column in ("context", "DKV ms", "routing", "not routing", "best dense ms", "SDPA ms", "dense / DKV"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             f"{row['context']:,}",
             f"{row['ms']:.2f}",
+            f"{row['route_ms']:.2f}",
+            "-" if row["other_ms"] is None else f"{row['other_ms']:.2f}",
             f"{row['dense_ms']:.2f}",
             f"{row['sdpa_ms']:.2f}",
             f"{row['ratio']:.2f}x",
         )
     out.print(table)
-    out.print(f"DKV routes to {top_k} blocks of 256 and attends its window exactly; best dense is one bmm per kv head.")
+    out.print(
+        f"DKV routes to {top_k} blocks of 256 every {route_every} steps, attends sink and window exactly, and closes a "
+        "block every 256; ms is the mean of a step. Best dense is one bmm per kv head."
+    )
     _common.write_json(json_file, rows)
 
 

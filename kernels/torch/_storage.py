@@ -207,14 +207,19 @@ def group_rows(num_residuals: int) -> int:
     return min(RESIDUAL_GROUP, max(-(-num_residuals // 4), 1) * 4)
 
 
+PER_ROW = frozenset(("u", "u_scale", "basis_k", "basis_v", "residual_k", "residual_v", "residual_indices"))
+
+
 class Selected:
     """The parts of the selected blocks, laid out ``[B, H, W, ...]``; parts of unused slots read as zero.
 
-    ``block_indices`` of None takes every block as a view, without a copy.
+    ``block_indices`` of None takes every block as a view, without a copy. Else the small parts, those not in
+    ``PER_ROW``, are gathered once for all who ask.
     """
 
     def __init__(self, blocks: CompressedBlocks, block_indices: Tensor | None) -> None:
         self.blocks = blocks
+        self._gathered: dict[tuple[str, torch.dtype | None], Tensor] = {}
         device = blocks.anchor_k.device
         batch, count, heads = blocks.anchor_k.shape[:3]
         if block_indices is None:
@@ -224,42 +229,56 @@ class Selected:
                 valid = slots < blocks.block_counts.view(-1, 1, 1)
             self.index = None
             self.valid = valid.expand(batch, heads, count)
+            self._whole = blocks.block_counts is None
         else:
             self.index = block_indices.long().clamp(min=0)
             self.valid = block_indices >= 0
+            self._whole = device.type == "cpu" and bool(self.valid.all())  # elsewhere asking would wait for the device
             row = torch.arange(batch, device=device).view(-1, 1, 1) * count + self.index
             head = torch.arange(heads, device=device).view(1, -1, 1)
             self._shared_place = row.flatten()  # in a part's leading axes, flattened
             self._head_place = (row * heads + head).flatten()
 
+    def cut(self, start: int, count: int) -> Selected:
+        """``count`` slots of the selection from ``start``."""
+        assert self.index is not None
+        slots = slice(start, start + count)
+        return Selected(self.blocks, torch.where(self.valid, self.index, -1)[:, :, slots])
+
     def per_head(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A part ``[B, N, H, ...]`` as ``[B, H, W, ...]``."""
         part = getattr(self.blocks, name)
         if self.index is None:
-            part = part.transpose(1, 2)
-        else:  # index_select copies whole slices where indexing by several tensors copies numbers
-            part = part.flatten(0, 2).index_select(0, self._head_place).unflatten(0, self.index.shape)
-        return self._masked(part, dtype)
+            return self._masked(part.transpose(1, 2), dtype)
+        return self._gather(name, part.flatten(0, 2), self._head_place, dtype)
 
     def shared(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A part ``[B, N, ...]`` that all heads share, as ``[B, H or 1, W, ...]``."""
         part = getattr(self.blocks, name)
         if self.index is None:
-            part = part.unsqueeze(1)
-        else:
-            part = part.flatten(0, 1).index_select(0, self._shared_place).unflatten(0, self.index.shape)
-        return self._masked(part, dtype)
+            return self._masked(part.unsqueeze(1), dtype)
+        return self._gather(name, part.flatten(0, 1), self._shared_place, dtype)
 
     def order(self) -> Tensor:
         """``residual_k_order`` as an index ``[B, H, W, D]``; unused slots may hold places that no key has."""
         order = self.per_head("residual_k_order").long()
         return torch.where(self.valid[..., None], order, 0)
 
+    def _gather(self, name: str, part: Tensor, place: Tensor, dtype: torch.dtype | None) -> Tensor:
+        key = name, dtype
+        if key in self._gathered:
+            return self._gathered[key]
+        # index_select copies whole slices where indexing by several tensors copies numbers
+        part = self._masked(part.index_select(0, place).unflatten(0, self.valid.shape), dtype)
+        if name not in PER_ROW:
+            self._gathered[key] = part
+        return part
+
     def _masked(self, part: Tensor, dtype: torch.dtype | None) -> Tensor:
         floating = part.is_floating_point()
         if dtype is not None:
             part = part.to(dtype)
-        if not floating or (self.index is None and self.blocks.block_counts is None):
+        if not floating or self._whole:
             return part
         valid = self.valid[:, : part.shape[1]]
         return torch.where(valid.reshape(*valid.shape, *([1] * (part.ndim - 3))), part, 0)

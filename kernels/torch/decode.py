@@ -7,10 +7,11 @@ from torch import Tensor
 
 from dkv.types import CompressedBlocks
 
-from ._storage import Selected, group_count, group_rows, unpack
+from ._storage import Segments, Selected, group_count, group_rows, unpack
 from .merge import merge_states, saturated
 
 WORKSPACE_BYTES = 64 << 20  # logits and decoded codes held at one time; more selected blocks are taken in pieces
+CODE_BYTES = 1 << 20  # decoded codes on a CPU at one time: what stays in a core's cache
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -65,41 +66,38 @@ def lowrank_attention(
     q: Tensor, blocks: CompressedBlocks, block_indices: Tensor, sm_scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Anchors and non-residual rows of the selected blocks, scored and summed in the rank space."""
-    return _over_pieces(_lowrank_piece, q, blocks, block_indices, sm_scale, softcap)
+    return _over_pieces(_lowrank_piece, q, choose(blocks, block_indices), sm_scale, softcap)
 
 
 def residual_attention(
     q: Tensor, blocks: CompressedBlocks, block_indices: Tensor, sm_scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """The stored residual rows of the selected blocks."""
-    return _over_pieces(_residual_piece, q, blocks, block_indices, sm_scale, softcap)
+    return _over_pieces(_residual_piece, q, choose(blocks, block_indices), sm_scale, softcap)
 
 
-def _over_pieces(piece, q, blocks, block_indices, sm_scale, softcap):
+def _over_pieces(piece, q, chosen, sm_scale, softcap):
+    blocks = chosen.blocks
     grouped = grouped_queries(q, blocks.num_kv_heads)
     batch, heads, rows, _ = grouped.shape
-    width = block_indices.shape[2]
+    width = chosen.valid.shape[2]
     if width == 0 or blocks.num_blocks == 0:
         return empty_state(q, blocks.head_dim_v, None)
-    block_indices = distinct_slots(block_indices, blocks)
     channels, groups = blocks.head_dim + blocks.head_dim_v, group_count(blocks.num_residuals)
     padded = max(blocks.block_size, groups * group_rows(blocks.num_residuals))
     scaled = groups * rows * channels  # queries and sums of each scale group
     per_block = 4 * batch * heads * (padded * (2 * rows + channels) + scaled)
     step = max(1, WORKSPACE_BYTES // max(1, per_block))
-    states = [
-        piece(grouped, blocks, Selected(blocks, block_indices[:, :, i : i + step]), sm_scale, softcap)
-        for i in range(0, width, step)
-    ]
+    pieces = [chosen] if width <= step else [chosen.cut(i, step) for i in range(0, width, step)]
+    states = [piece(grouped, blocks, part, sm_scale, softcap) for part in pieces]
     out, lse = states[0] if len(states) == 1 else merge_states([s[0] for s in states], [s[1] for s in states])
     return ungrouped(q, out, lse)
 
 
-def distinct_slots(block_indices: Tensor, blocks: CompressedBlocks) -> Tensor:
-    """Indices as a set: ascending, with -1 for repeats and for what names no valid block."""
-    return distinct(
-        block_indices, blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1)
-    )
+def choose(blocks: CompressedBlocks, block_indices: Tensor) -> Selected:
+    """The blocks that ``block_indices`` names: each once, none that is not valid."""
+    limit = blocks.num_blocks if blocks.block_counts is None else blocks.block_counts.view(-1, 1, 1)
+    return Selected(blocks, distinct(block_indices, limit))
 
 
 def distinct(indices: Tensor, limit: int | Tensor) -> Tensor:
@@ -180,12 +178,29 @@ def residual_logits(q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_sc
         query = query.expand(-1, -1, order.shape[2], -1, -1).gather(4, order)
     unit = chosen.per_head("residual_k_unit", dtype)[..., None, None]
     constant = query @ (chosen.per_head("residual_k_min", dtype) * unit).mT + anchor[..., None]  # [B, H, W, M, Q]
-    codes = unpack(chosen.per_head("residual_k"), fmt.key_segments(q.shape[-1]), dtype)  # [B, H, W, Q, S, C]
-    coded = codes.shape[-1]
+    segments = fmt.key_segments(q.shape[-1])
+    coded = sum(size for size, bits in segments if bits)
     scale = chosen.per_head("residual_k_scale")[..., :coded].to(dtype) * unit
     query = query[:, :, :, None, :, :coded] * scale[..., None, :]  # [B, H, W, Q, M, C]
-    scores = (query @ codes.mT).transpose(3, 4) + constant[..., None]  # [B, H, W, M, Q, S]
+    scores = coded_product(query, chosen.per_head("residual_k"), segments, rows=True)  # [B, H, W, Q, M, S]
+    scores = scores.transpose(3, 4) + constant[..., None]  # [B, H, W, M, Q, S]
     return scores.flatten(4, 5)[..., : blocks.num_residuals]
+
+
+def coded_product(x: Tensor, packed: Tensor, segments: Segments, rows: bool) -> Tensor:
+    """``x [B, H, W, Q, M, C]`` times the codes of ``packed [B, H, W, R, bytes]``, ``[B, H, W, Q, M, S]``.
+
+    The other way round where not ``rows``. Some blocks at a time on a CPU.
+    """
+    batch, heads, width, groups = x.shape[:4]
+    channels = sum(size for size, bits in segments if bits)
+    per_block = batch * heads * groups * group_rows(packed.shape[3]) * channels * x.element_size()
+    step = max(1, CODE_BYTES // max(1, per_block)) if x.device.type == "cpu" else width
+    parts = []
+    for start in range(0, width, step):
+        codes = unpack(packed[:, :, start : start + step], segments, x.dtype)  # [B, H, W, Q, S, C]
+        parts.append(x[:, :, start : start + step] @ (codes.mT if rows else codes))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _residual_piece(
@@ -207,9 +222,10 @@ def _residual_piece(
     weight = torch.nn.functional.pad(weight, (0, groups * length - kept))
     weight = weight.unflatten(4, (groups, length)).transpose(3, 4)  # [B, H, W, Q, M, S]
     out = weight.sum(5).flatten(2, 3).mT @ low.flatten(2, 3)  # [B, H, M, Dv]
-    codes = unpack(chosen.per_head("residual_v"), fmt.value_segments(blocks.head_dim_v), dtype)
-    if codes.shape[-1]:
-        out = out + ((weight @ codes) * scale[..., None, :]).sum((2, 3))
+    segments = fmt.value_segments(blocks.head_dim_v)
+    if segments[0][1]:
+        coded = coded_product(weight, chosen.per_head("residual_v"), segments, rows=False)
+        out = out + (coded * scale[..., None, :]).sum((2, 3))
     return out, lse
 
 
@@ -307,22 +323,17 @@ def decode_attention(
         exact = empty_state(wide, blocks.head_dim_v, sink)
     else:
         exact = exact_attention(wide, k_window, v_window, True, seq_lens, window, softcap, sink, sm_scale)
-    out, lse = merge_selected(exact, wide, blocks, block_indices, sm_scale, softcap)
+    out, lse = merge_selected(exact, wide, choose(blocks, block_indices), sm_scale, softcap)
     return saturated(out, q.dtype), lse
 
 
 def merge_selected(
-    exact: tuple[Tensor, Tensor],
-    q: Tensor,
-    blocks: CompressedBlocks,
-    block_indices: Tensor,
-    sm_scale: float,
-    softcap: float | None,
+    exact: tuple[Tensor, Tensor], q: Tensor, chosen: Selected, sm_scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """The state of the exact rows merged with both parts of the selected blocks."""
     states = [exact]
-    if blocks.num_blocks and block_indices.shape[2]:
-        states.append(lowrank_attention(q, blocks, block_indices, sm_scale, softcap))
-        if blocks.num_residuals:
-            states.append(residual_attention(q, blocks, block_indices, sm_scale, softcap))
+    if chosen.blocks.num_blocks and chosen.valid.shape[2]:
+        states.append(_over_pieces(_lowrank_piece, q, chosen, sm_scale, softcap))
+        if chosen.blocks.num_residuals:
+            states.append(_over_pieces(_residual_piece, q, chosen, sm_scale, softcap))
     return merge_states([s[0] for s in states], [s[1] for s in states])

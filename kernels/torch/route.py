@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 from dkv.types import CompressedBlocks
 
 from ._storage import Selected
-from .decode import WORKSPACE_BYTES, grouped_queries, rank_queries, residual_logits, residual_mask, u_row_scale
+from .decode import WORKSPACE_BYTES, grouped_queries, residual_logits, residual_mask
+
+PIECE_BYTES = 4 << 20  # of what scoring in the rank space widens at one time: what stays in a core's cache
+LOG2_E = math.log2(math.e)
 
 
 def route_blocks(
@@ -28,7 +32,7 @@ def route_blocks(
     counts = blocks.block_counts
     if counts is None:
         counts = torch.full((batch,), blocks.num_blocks, device=q.device)
-    if blocks.num_blocks == 0 or q.shape[2] == 0:
+    if blocks.num_blocks == 0 or q.shape[2] == 0 or sink_blocks + recent_blocks == top_k:  # the pinned ones are all
         mean = torch.zeros(batch, heads, blocks.num_blocks, device=q.device)
     else:
         scores = route_scores(q, blocks, router, sm_scale)  # [B, Hkv, M, N]
@@ -74,13 +78,16 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
     if router == "keys" and not blocks.format.keeps_every_row:
         router = "lowrank"
     score = {"lowrank": _lowrank, "keys": _keys, "minmax": _minmax, "residual": _residual}[router]
+    size, rank = blocks.block_size, blocks.rank
     width = {
-        "lowrank": blocks.block_size * (rows + dim),
-        "keys": blocks.block_size * (rows + dim),
-        "minmax": rows + dim,
-        "residual": blocks.num_residuals * (rows + dim),
+        "lowrank": 2 * size * rows + rank * (size + dim),
+        "keys": 2 * size * (rows + dim),
+        "minmax": 2 * (rows + dim),
+        "residual": 2 * blocks.num_residuals * (rows + dim),
     }
-    step = max(1, WORKSPACE_BYTES // max(1, 8 * batch * heads * width[router]))
+    cached = router == "lowrank" and blocks.format.keeps_every_row and q.device.type == "cpu"
+    space = min(PIECE_BYTES, WORKSPACE_BYTES) if cached else WORKSPACE_BYTES
+    step = max(1, space // max(1, 4 * batch * heads * width[router]))
     starts = range(0, blocks.num_blocks, step)
     return torch.cat([score(grouped, _slice_blocks(blocks, i, step), sm_scale) for i in starts], dim=-1)
 
@@ -95,23 +102,36 @@ def _slice_blocks(blocks: CompressedBlocks, start: int, count: int) -> Compresse
 
 
 def _lowrank(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
-    every = Selected(blocks, None)
     batch, heads, rows, _ = q.shape
-    count = blocks.num_blocks
-    anchor = torch.einsum("bhmd,bhnd->bnhm", q, every.per_head("anchor_k", q.dtype)).flatten(2)
-    # one product per block for all heads: [B, N, H * M, r] @ [B, N, r, S]
-    query = rank_queries(q, blocks, every).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    logits = query @ every.shared("u", q.dtype)[:, 0].mT
-    logits = (logits * u_row_scale(blocks, every, q.dtype)[:, 0, :, None] + anchor[..., None]) * sm_scale
-    if blocks.format.keeps_every_row:
-        lse = logits.logsumexp(-1)
-    else:
+    logits = _rank_space_logits(q * (sm_scale * LOG2_E), blocks)  # [B, N, H * M, S]
+    exact = None
+    if not blocks.format.keeps_every_row:
+        every = Selected(blocks, None)
         logits = torch.where(residual_mask(blocks, every)[:, 0, :, None], -torch.inf, logits)
-        lse = logits.logsumexp(-1)
         if blocks.num_residuals:
             exact = residual_logits(q, blocks, every, sm_scale).logsumexp(-1)  # [B, H, N, M]
-            lse = torch.logaddexp(lse, exact.permute(0, 2, 1, 3).flatten(2))
-    return lse.view(batch, count, heads, rows).permute(0, 2, 3, 1)
+    peak = logits.amax(-1, keepdim=True)
+    peak = torch.where(peak.isinf(), 0.0, peak)
+    total = (logits - peak).exp2_().sum(-1)  # exp2 takes a third of the time of exp
+    lse = (total.log2() + peak[..., 0]) / LOG2_E
+    if exact is not None:
+        lse = torch.logaddexp(lse, exact.permute(0, 2, 1, 3).flatten(2))
+    return lse.view(batch, blocks.num_blocks, heads, rows).permute(0, 2, 3, 1)
+
+
+def _rank_space_logits(q: Tensor, blocks: CompressedBlocks) -> Tensor:
+    """Logits of every row of every block in the rank space, ``[B, N, H * M, S]``; parts as they lie, none gathered."""
+    dtype = q.dtype
+    query = q[:, None] @ blocks.basis_k.to(dtype).mT  # [B, N, H, M, r]
+    if blocks.basis_k_scale is not None:
+        query = query * blocks.basis_k_scale.to(dtype)[:, :, None, None]
+    row_scale = blocks.u_unit.to(dtype)[..., None]  # [B, N, S or 1]
+    if blocks.u_scale is not None:
+        row_scale = row_scale * blocks.u_scale.to(dtype)
+    anchor = torch.einsum("bhmd,bnhd->bnhm", q, blocks.anchor_k.to(dtype)).flatten(2)
+    # one product per block for all heads: [B, N, H * M, r] @ [B, N, r, S]
+    logits = query.flatten(2, 3) @ blocks.u.to(dtype).mT
+    return logits.mul_(row_scale[:, :, None]).add_(anchor[..., None])
 
 
 def _keys(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
