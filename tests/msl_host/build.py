@@ -23,6 +23,16 @@ LIBRARY_HEADERS = ["metal/" + name for name in ("metal.h", "simd.h", "math.h", "
 RUNTIME_SOURCES = ["runtime.cpp", "memory.cpp", "fiber.cpp", "runtime.h", "fiber.h", "metal/runtime.h"]
 # Apple's own headers and two of MLX's that C++ cannot read; metal/metal.h holds what is needed of them.
 EMPTY = ["metal_stdlib", "metal_math", "mlx/backend/metal/kernels/complex.h", "mlx/backend/metal/kernels/logging.h"]
+
+
+def _has_avx2() -> bool:
+    """Whether the processor has the instructions that make halves fast."""
+    if os.uname().machine != "x86_64":
+        return False
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return {"avx2", "bmi2", "f16c", "fma"} <= set(flags)
+
+
 FLAGS = [
     "-std=c++17",
     "-fPIC",
@@ -34,7 +44,7 @@ FLAGS = [
     "-fwrapv",
     "-fno-gnu-unique",
     "-fstack-clash-protection",  # a large private array touches the page below the stack
-    *(["-march=x86-64-v3"] if os.uname().machine == "x86_64" else []),
+    *(["-march=x86-64-v3"] if _has_avx2() else []),
 ]
 CHECKED = [
     "-O1",
@@ -72,7 +82,7 @@ def digest(*parts: object) -> str:
 
 @functools.cache
 def contents(names: tuple[str, ...]) -> str:
-    return digest(*[(HERE / name).read_bytes() for name in names], compiler(), str(MLX_HEADERS))
+    return digest(*[(HERE / name).read_bytes() for name in names], compiler(), FLAGS, str(HERE), str(MLX_HEADERS))
 
 
 def compile_to(target: Path, *arguments: object) -> None:
