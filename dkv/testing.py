@@ -362,8 +362,8 @@ def _arguments(op: str, inputs: Inputs, options: dict[str, Any]) -> tuple[tuple[
         wide = to_numpy(inputs)
         rows = (np.concatenate([wide.k, wide.k_window], axis=2), np.concatenate([wide.v, wide.v_window], axis=2))
         if options.get("block_indices") is None:
-            names = ("top_k", "ratio", "mass", "stride")
-            settings = {name: getattr(config, f"prefill_{name}") for name in names}
+            limits = ("top_k", "ratio", "mass", "stride")
+            settings = {name: getattr(config, f"prefill_{name}") for name in limits}
             settings |= {"block_size": config.prefill_keys, "prefill_block": config.prefill_block}
             settings["prefill_window"] = config.prefill_window
             indices = op_module("reference", "prefill").select_key_blocks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -67,9 +68,9 @@ def run(
         with torch.inference_mode():
             layer = filled_layer(k, v, config)
             steps: dict[str, Callable[[], Any]] = {
-                "dkv": lambda layer=layer, args=(q, k_new, v_new): layer.attend(*args),
-                "dense": lambda args=(q, k, v): dense_attention(*args),
-                "sdpa": lambda args=(q, k, v): sdpa(*args),
+                "dkv": functools.partial(layer.attend, q, k_new, v_new),
+                "dense": functools.partial(dense_attention, q, k, v),
+                "sdpa": functools.partial(sdpa, q, k, v),
             }
             period = config.route_every
             turns: dict[str, list[float]] = {name: [] for name in steps}

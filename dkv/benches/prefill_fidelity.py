@@ -17,8 +17,8 @@ from dkv.benches import fidelity, needle
 from dkv.config import EVERY_POSITION, DKVConfig
 from dkv.profile import HeadProfile
 
-FINE = {"prefill_block": 64, "prefill_stride": 16}
-NARROW = {"prefill_window": 256}
+FINE: dict[str, Any] = {"prefill_block": 64, "prefill_stride": 16}
+NARROW: dict[str, Any] = {"prefill_window": 256}
 
 
 def default_variants(profile: HeadProfile | None = None) -> dict[str, DKVConfig]:
@@ -30,8 +30,8 @@ def default_variants(profile: HeadProfile | None = None) -> dict[str, DKVConfig]
         "mass 0.9, fine": DKVConfig(prefill_mass=0.9, **NARROW, **FINE),
     }
     if profile is not None:
-        half = {"prefill_mass": 0.95, "prefill_share": 0.5, "profile": profile}
-        variants["mass 0.95, half of the heads"] = DKVConfig(**half, **NARROW)
+        half = DKVConfig(prefill_mass=0.95, prefill_share=0.5, profile=profile, **NARROW)
+        variants["mass 0.95, half of the heads"] = half
     return variants
 
 

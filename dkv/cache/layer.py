@@ -6,6 +6,7 @@ stored, so the rows of a batch may hold different numbers of tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -248,7 +249,7 @@ class LayerCache:
             blocks = next(stored) if self.blocks and config is not None else None
             count = self.block_counts[row]
             if blocks is not None:
-                blocks = blocks.map(lambda x, n=count: x[sequences] if x.ndim == 1 else x[sequences, :n])
+                blocks = blocks.map(functools.partial(_part_of, sequences=sequences, count=count))
             found.append((heads, Past(k, v, sinks, blocks if count else None)))
         return found
 
@@ -492,6 +493,11 @@ def _alike(tokens: Sequence[int], padding: Tensor | None) -> list[slice]:
     if padding is None and len(set(tokens)) == 1:
         return [slice(0, len(tokens))]
     return [slice(row, row + 1) for row in range(len(tokens))]
+
+
+def _part_of(part: Tensor, sequences: slice, count: int) -> Tensor:
+    """What some sequences have of a part of blocks, of their first ``count``."""
+    return part[sequences] if part.ndim == 1 else part[sequences, :count]
 
 
 def _codec(group: HeadGroup) -> tuple[object, ...]:
