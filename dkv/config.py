@@ -149,6 +149,9 @@ class DKVConfig:
         prefill. The others attend the first block, window and diagonal alone.
     prefill_dense_below : int
         In the runtime: queries at positions below this attend everything before them.
+    prefill_tail : int
+        In the runtime: so many of a chunk's last queries attend everything before them, which is what the first new
+        tokens come from.
     tiers : tuple of HeadTier
         Splits the kv heads of the model by their scores in ``profile``; see :meth:`head_groups`. All heads of a layer
         are compressed together where there are none.
@@ -189,6 +192,7 @@ class DKVConfig:
     prefill_window: int = 512
     prefill_share: float = 1.0
     prefill_dense_below: int = 8192
+    prefill_tail: int = 128
     tiers: tuple[HeadTier, ...] = ()
     profile: HeadProfile | None = None
     ratio: float | None = None
@@ -211,6 +215,7 @@ class DKVConfig:
         self._check_int("prefill_key_block", 1)
         self._check_int("prefill_stride", 1)
         self._check_int("prefill_dense_below", 0)
+        self._check_int("prefill_tail", 0)
         for name, choices in (("keep", KEEPS), ("format", FORMATS), ("router", ROUTERS), ("share", SHARES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")

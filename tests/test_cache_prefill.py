@@ -29,6 +29,7 @@ SPARSE = dkv.DKVConfig(
     prefill_window=9,
     prefill_mass=0.7,
     prefill_dense_below=0,
+    prefill_tail=0,
 )
 EXACT = dataclasses.replace(SPARSE, window=10_000)
 DENSE = {"prefill_dense_below": EVERY_POSITION}
@@ -153,6 +154,22 @@ def test_queries_below_the_stated_position_are_dense() -> None:
     half, plain = (fed(layer(c), parts, [80, 70]) for c in (config, dataclasses.replace(SPARSE, **DENSE)))
     close(half[:, :, :100], plain[:, :, :100], 2e-6)
     assert float((half - plain)[:, :, 100:].abs().max()) > 0.01
+
+
+def test_the_tail_of_a_chunk_is_dense() -> None:
+    parts, config = rows(12, 150), dataclasses.replace(SPARSE, prefill_tail=20)
+    for lengths in ([150], [80, 70], [140, 10]):
+        got, sparse, dense = (
+            fed(layer(c), parts, lengths) for c in (config, SPARSE, dataclasses.replace(SPARSE, **DENSE))
+        )
+        start = 0
+        for length in lengths:
+            tail = start + max(0, length - 20)
+            close(got[:, :, tail : start + length], dense[:, :, tail : start + length], 2e-5)
+            whole = tail - (tail - start) % 12  # query blocks are counted from the chunk's start
+            if whole > start:
+                close(got[:, :, start:whole], sparse[:, :, start:whole])
+            start += length
 
 
 def test_a_decode_step_is_not_prefill() -> None:

@@ -415,6 +415,7 @@ def test_formats_that_do_not_exist(settings: dict[str, Any], error: type[Excepti
         ({"prefill_mass": "all"}, TypeError, "prefill_mass must be a number, got 'all'"),
         ({"prefill_share": None}, TypeError, "prefill_share must be a number, got None"),
         ({"prefill_dense_below": -1}, ValueError, "prefill_dense_below must be 0 or more, got -1"),
+        ({"prefill_tail": -1}, ValueError, "prefill_tail must be 0 or more, got -1"),
     ],
 )
 def test_configs_that_do_not_exist(settings: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -16,9 +16,9 @@ from dkv.config import EVERY_POSITION  # noqa: E402
 from dkv.integrations.transformers import DKVCache, attach, detach  # noqa: E402
 
 TOKENS = fidelity.SHORTEST
-LIMITS = {"prefill_window": 64, "prefill_block": 64, "prefill_key_block": 32}
+LIMITS = {"prefill_window": 64, "prefill_block": 64, "prefill_key_block": 32, "prefill_tail": 0}
 VARIANTS = {
-    "all": dkv.DKVConfig(prefill_mass=1.0),
+    "all": dkv.DKVConfig(prefill_mass=1.0, prefill_tail=0),
     "window": dkv.DKVConfig(prefill_top_k=1, **LIMITS),
     "half": dkv.DKVConfig(prefill_ratio=0.5, **LIMITS),
 }
@@ -61,7 +61,7 @@ def test_chunks_over_a_cache_that_compresses(loud: Any) -> None:
     for name, limits in {
         "dense": {"prefill_dense_below": EVERY_POSITION},
         "all": {"prefill_dense_below": 0, "prefill_mass": 1.0},
-        "some": {"prefill_dense_below": 200, "prefill_top_k": 5, "prefill_window": 32},
+        "some": {"prefill_dense_below": 200, "prefill_tail": 0, "prefill_top_k": 5, "prefill_window": 32},
     }.items():
         config = dkv.DKVConfig(**small, **limits)
         attach(model, config)

@@ -6,6 +6,7 @@ stored, so the rows of a batch may hold different numbers of tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -221,19 +222,33 @@ class LayerCache:
             low, tokens = sequences.start, self.tokens[sequences.start]
             at = torch.arange(q.shape[2], device=q.device) if padding is None else padding[low].nonzero().flatten()
             at = at[max(0, self.config.prefill_dense_below - tokens + len(at)) :]
-            if len(at):
+            for part, config, selects, newer in self._stretches(at):
                 state, visited, visible = attend_past(
-                    q[sequences].index_select(2, at),
-                    self._pasts(sequences),
-                    self._selects(),
-                    self.config,
+                    q[sequences].index_select(2, part),
+                    [(heads, past.without(newer)) for heads, past in self._pasts(sequences)],
+                    selects,
+                    config,
                     scale,
                     softcap,
                     sink,
                 )
-                out[sequences].index_copy_(2, at, saturated(state, out.dtype))
+                out[sequences].index_copy_(2, part, saturated(state, out.dtype))
                 self.visited += visited
                 self.visible += visible
+
+    def _stretches(self, at: Tensor) -> list[tuple[Tensor, DKVConfig, tuple[bool, ...], int]]:
+        """Queries, the limits of their selection, who selects, and the rows newer than the last of them.
+
+        The last ``prefill_tail`` of a chunk attend everything.
+        """
+        selects = self._selects()
+        tail = min(self.config.prefill_tail, len(at))
+        every = dataclasses.replace(self.config, prefill_mass=1.0, prefill_ratio=None, prefill_top_k=None)
+        parts = [
+            (at[: len(at) - tail], self.config, selects, tail),
+            (at[len(at) - tail :], every, (True,) * len(selects), 0),
+        ]
+        return [part for part in parts if len(part[0])]
 
     def _selects(self) -> tuple[bool, ...]:
         assert self.k_rows is not None

@@ -31,6 +31,11 @@ class Past(NamedTuple):
     def closed(self) -> int:
         return 0 if self.blocks is None else self.blocks.num_blocks * self.blocks.block_size
 
+    def without(self, newest: int) -> Past:
+        """All but the newest rows, which are exact ones."""
+        stop = self.k.shape[2] - newest
+        return Past(self.k[:, :, :stop], self.v[:, :, :stop], self.sinks, self.blocks)
+
     def __len__(self) -> int:
         return self.k.shape[2] + self.closed
 
