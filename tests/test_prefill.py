@@ -248,7 +248,7 @@ def test_strided_inputs_are_read_by_their_strides(backend: str) -> None:
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name == "torch"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("torch", "mlx-twin")])
 def test_pieces_of_the_workspace_do_not_show(backend: str, with_sink: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = prompt(7, 90)
     options = {"config": SMALL, "sink": np.arange(6, dtype=np.float32) if with_sink else None}
