@@ -264,11 +264,17 @@ class LayerCache:
         k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
         state = attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)
         if self.blocks:
-            state = self._merge_blocks(state, wide, padding, scale, softcap)
+            state = self._merge_blocks(state, wide, padding, scale, softcap, length)
         return saturated(state[0], q.dtype)
 
     def _merge_blocks(
-        self, exact: tuple[Tensor, Tensor], q: Tensor, padding: Tensor | None, scale: float, softcap: float | None
+        self,
+        exact: tuple[Tensor, Tensor],
+        q: Tensor,
+        padding: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        length: int,
     ) -> tuple[Tensor, Tensor]:
         """The state of the exact rows merged with that of the blocks, every group of heads on its own."""
         groups, stored = self.head_groups(), iter(self.blocks)
@@ -280,16 +286,17 @@ class LayerCache:
                 states.append((out, lse))
                 continue
             blocks = next(stored)
-            chosen = self._route(config, blocks, queries, padding, scale)
+            chosen = self._route(config, blocks, queries, padding, scale, length)
             states.append(merge_selected((out, lse), queries, blocks, chosen, scale, softcap))
         order = [group.heads for group in groups]
         return put_back([out for out, _ in states], order), put_back([lse for _, lse in states], order)
 
     def _route(
-        self, config: DKVConfig, blocks: CompressedBlocks, q: Tensor, padding: Tensor | None, scale: float
+        self, config: DKVConfig, blocks: CompressedBlocks, q: Tensor, padding: Tensor | None, scale: float, length: int
     ) -> Tensor:
+        """The blocks that queries of a chunk of ``length`` attend."""
         total = blocks.num_blocks
-        top_k = config.top_k if q.shape[2] == 1 else (config.chunk_top_k or total)
+        top_k = config.top_k if length == 1 else (config.chunk_top_k or total)
         if top_k >= total:
             every = torch.arange(total, device=q.device, dtype=torch.int32)
             counts = torch.tensor(self.block_counts, device=q.device)[:, None]
