@@ -308,6 +308,10 @@ class DKVConfig:
         limited = self.prefill_ratio is not None or self.prefill_mass is not None
         return EVERY_BLOCK if limited else math.ceil(DEFAULT_PREFILL_KEYS / self.prefill_keys), ratio, mass
 
+    def unlimited_prefill(self) -> DKVConfig:
+        """These settings with key blocks that are all selected."""
+        return dataclasses.replace(self, prefill_mass=1.0, prefill_ratio=None, prefill_top_k=None)
+
     def prefill_heads(self, layer: int, num_kv_heads: int) -> tuple[bool, ...]:
         """Which kv heads of a layer select key blocks in prefill: the model's ``prefill_share`` by score."""
         if self.prefill_share in (0, 1):

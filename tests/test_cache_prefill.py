@@ -187,6 +187,12 @@ def test_a_chunk_that_routes_keeps_its_router() -> None:
     assert torch.equal(*(fed(layer(c), parts, [90, 60]) for c in (config, dataclasses.replace(config, **DENSE))))
 
 
+def test_a_chunk_whose_first_token_alone_is_dense_attends_all_blocks_with_it() -> None:
+    parts, config = rows(12, 150), dataclasses.replace(SPARSE, top_k=1)
+    one, every = (fed(layer(dataclasses.replace(config, prefill_dense_below=n)), parts, [120, 30]) for n in (121, 150))
+    close(one[:, :, 120], every[:, :, 120])
+
+
 def test_padding_is_no_part_of_a_prompt() -> None:
     """Every sequence of a ragged batch is what it is alone."""
     parts, config = rows(9, 120), dataclasses.replace(SPARSE, prefill_dense_below=20)

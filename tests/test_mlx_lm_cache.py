@@ -109,11 +109,13 @@ def test_bytes_are_those_of_the_arrays(dtype):
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("kind", ["plain", "exact", "tiers", "ratio"])
+@pytest.mark.parametrize("kind", ["plain", "exact", "tiers", "ratio", "share"])
 def test_a_saved_cache_goes_on_bit_equal(tmp_path, dtype, kind):
     model = build(dtype)
     exact = dataclasses.replace(CONFIG, residual_bits=16, router="minmax")
-    split = {"tiers": dataclasses.replace(CONFIG, tiers=TIERS), "ratio": RATIO}
+    share = {"prefill_share": 0.5, "prefill_dense_below": 20, "prefill_ratio": 0.5, "prefill_window": 8}
+    share = dataclasses.replace(CONFIG, prefill_key_block=8, prefill_block=16, **share)
+    split = {"tiers": dataclasses.replace(CONFIG, tiers=TIERS), "ratio": RATIO, "share": share}
     config = split[kind].with_profile(profiled()) if kind in split else {"plain": CONFIG, "exact": exact}[kind]
     path = str(tmp_path / "cache.safetensors")
     cache = filled(model, 101, config)
@@ -122,6 +124,7 @@ def test_a_saved_cache_goes_on_bit_equal(tmp_path, dtype, kind):
     assert metadata == {"model": "tiny"} and [layer.offset for layer in loaded] == [101, 101]
     for one, other in zip(cache, loaded):
         assert type(other) is DKVCache and other.layer.config == one.layer.config
+        assert other.layer.selects == one.layer.selects and (one.layer.selects is not None) == (kind == "share")
         assert [group[:2] for group in other.layer.groups or ()] == [group[:2] for group in one.layer.groups or ()]
         for (name, a), (_, b) in zip(tree_flatten(one.state), tree_flatten(other.state), strict=True):
             assert a.dtype == b.dtype and mx.array_equal(a, b), name
@@ -204,6 +207,8 @@ def test_a_state_that_does_not_fit_is_refused_whole(model):
         (changed_header(state, tokens=[True]), "lengths that do not fit"),
         (changed_header(state, tokens=None), "has no lengths"),
         (changed_header(state, groups=7), "not this version's"),
+        (changed_header(state, selects=7), "must be a list of bools, got 7"),
+        (changed_header(state, selects=[True] * 3), "says of 3 heads whether they select, its rows have 2"),
         (changed_header(state, groups=[[[0, 1, 2], config]]), "groups 3 heads, its rows have 2"),
         (without, "parts of the file must be among"),
         ({**state, "more": mx.zeros(3)}, r"holds \['more'\]"),

@@ -113,6 +113,53 @@ def test_padded_chunks_are_those_of_torch(data, config, layout, right, seed):
     check_same(ours, theirs)
 
 
+SPARSE = {"prefill_block": 12, "prefill_key_block": 8, "prefill_stride": 5, "prefill_window": 9}
+LIMITS = [
+    {"prefill_mass": 0.6},
+    {"prefill_top_k": 4, "prefill_key_block": 13},
+    {"prefill_ratio": 0.4},
+    {"prefill_share": 0, "prefill_ratio": 1.0},
+]
+
+
+@settings(max_examples=10)
+@given(st.data(), st.sampled_from(FORMATS[:3]), st.sampled_from(LAYOUTS[:3]), st.integers(0, 2**20))
+def test_sparse_prefill_is_that_of_torch(data, config, layout, seed):
+    """From the first position or a later one on, for sequences as long as each other and for padded ones."""
+    below = data.draw(st.sampled_from([0, 57, 100]))
+    config = dataclasses.replace(config, prefill_dense_below=below, **SPARSE | data.draw(st.sampled_from(LIMITS)))
+    selects = None if config.prefill_share == 0 else data.draw(st.sampled_from([None, (True, True, False)]))
+    q, k, v = (rows_of(seed + i, 2, h, 170, d) for i, (h, d) in enumerate([(6, 8), (3, 8), (3, 6)]))
+    q, real, sink = 2 * q, np.ones((2, 170), bool), rows_of(7, 6) if data.draw(st.booleans()) else None
+    padded = data.draw(st.sampled_from([None, slice(0, 25), slice(70, 83)]))
+    if padded is not None:
+        real[0, padded] = False
+    theirs, ours = TorchLayer(config, layout, selects), LayerCache(config, layout, selects)
+    for start, stop in ((0, 70), (70, 120), (120, 122), (122, 123), (123, 170)):
+        part, mask = [x[:, :, start:stop] for x in (q, k, v)], real[:, start:stop]
+        spans = None if mask.all() else [(int(row.argmax()), int(row.sum())) for row in mask]
+        options = {} if spans is None else {"padding": torch.from_numpy(mask)}
+        expected = theirs.attend(*part, sm_scale=0.4, sink=sink, **options).numpy()
+        ours.append(to_mx(part[1]), to_mx(part[2]), spans)
+        got = np.array(ours.attend(to_mx(part[0]), spans, sm_scale=0.4, sink=None if sink is None else to_mx(sink)))
+        for row in range(2):
+            np.testing.assert_allclose(got[row][:, mask[row]], expected[row][:, mask[row]], atol=TOLERANCE)
+    check_same(ours, theirs)
+    assert theirs.visited < theirs.visible
+
+
+def test_a_chunk_whose_first_token_alone_is_dense_attends_all_blocks_with_it():
+    config = dataclasses.replace(BASE, top_k=1, prefill_dense_below=121)
+    k, v, q = (to_mx(rows_of(i, 1, h, 150, d)) for i, (h, d) in enumerate([(2, 8), (2, 6), (4, 8)]))
+    outs = []
+    for below in (121, 150):
+        layer = LayerCache(dataclasses.replace(config, prefill_dense_below=below))
+        for start, stop in ((0, 120), (120, 150)):
+            layer.append(k[:, :, start:stop], v[:, :, start:stop])
+            outs.append(layer.attend(q[:, :, start:stop]))
+    np.testing.assert_allclose(np.array(outs[1][:, :, 0]), np.array(outs[3][:, :, 0]), atol=TOLERANCE)
+
+
 @given(st.sampled_from(FORMATS), st.sampled_from(LAYOUTS), st.integers(0, 2**20))
 def test_a_batch_is_its_sequences(config, layout, seed):
     """Joined, picked out again and gone on with, each sequence is what it is alone, bit for bit."""
@@ -196,5 +243,9 @@ def test_rows_of_another_kind_are_refused():
     assert layer.tokens == [3]
     with pytest.raises(ValueError, match="config splits the heads"):
         LayerCache(DKVConfig(ratio=4.0))
+    with pytest.raises(ValueError, match="config has a prefill_share"):
+        LayerCache(DKVConfig(prefill_share=0.5))
+    with pytest.raises(ValueError, match="3 kv heads that selects names, got 2"):
+        LayerCache(BASE, selects=(True, False, True)).append(mx.zeros((1, 2, 3, 8)), mx.zeros((1, 2, 3, 6)))
     with pytest.raises(IndexError, match="0..0"):
         layer.select([1])

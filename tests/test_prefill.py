@@ -127,8 +127,9 @@ def test_parity_of_the_selection(backend: str, case: Prompt, sm_scale: float | N
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parity_of_the_selection_among_many_blocks(backend: str) -> None:
-    config = dataclasses.replace(SMALL, block_size=40, prefill_block=48, prefill_window=20, prefill_top_k=6)
-    for seed in range(4):
+    best = dataclasses.replace(SMALL, block_size=40, prefill_block=48, prefill_window=20, prefill_top_k=6)
+    ratio = dataclasses.replace(best, prefill_top_k=None, prefill_ratio=0.45)
+    for seed, config in enumerate((best, best, ratio, dataclasses.replace(ratio, prefill_mass=0.7))):
         q, k, _ = prompt(seed, 900 + seed, 300)
         got = select(backend, q, k, config)
         assert np.array_equal(got, select("reference", q, k, config))
@@ -248,14 +249,16 @@ def test_strided_inputs_are_read_by_their_strides(backend: str) -> None:
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name == "torch"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("torch", "mlx-twin")])
 def test_pieces_of_the_workspace_do_not_show(backend: str, with_sink: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = prompt(7, 90)
-    options = {"config": SMALL, "sink": np.arange(6, dtype=np.float32) if with_sink else None}
-    whole = call(backend, "prefill_attention", q, k, v, **options)
+    config = dataclasses.replace(SMALL, prefill_top_k=None, prefill_mass=0.6)
+    options = {"config": config, "sink": np.arange(6, dtype=np.float32) if with_sink else None}
+    whole, chosen = call(backend, "prefill_attention", q, k, v, **options), select(backend, q, k, config)
     for name, size in (("WORKSPACE_BYTES", 1), ("SCORED_NUMBERS", 1), ("SCORED_QUERIES", 3)):
         monkeypatch.setattr(op_module(backend, "prefill"), name, size)
     close(call(backend, "prefill_attention", q, k, v, **options), whole, 2e-6)
+    assert np.array_equal(select(backend, q, k, config), chosen)
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)

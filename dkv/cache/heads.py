@@ -25,6 +25,12 @@ def one_group(config: DKVConfig, num_kv_heads: int) -> tuple[HeadGroup, ...]:
     return (HeadGroup(tuple(range(num_kv_heads)), config),)
 
 
+def by_choice(heads: Sequence[int], chosen: Sequence[bool]) -> list[tuple[bool, tuple[int, ...]]]:
+    """Places among ``heads`` of those that are ``chosen``, and of those that are not, where there are any."""
+    parts = [(wanted, tuple(i for i, head in enumerate(heads) if chosen[head] == wanted)) for wanted in (True, False)]
+    return [part for part in parts if part[1]]
+
+
 def runs(heads: Sequence[int], width: int = 1) -> list[tuple[int, int]]:
     """Ascending ``heads`` as half-open ranges of neighbours, in units of ``width``."""
     found: list[tuple[int, int]] = []

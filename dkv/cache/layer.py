@@ -6,7 +6,6 @@ stored, so the rows of a batch may hold different numbers of tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -190,6 +189,8 @@ class LayerCache:
         scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
         fresh = self.offset == 0
         last = self._append(k, v, padding)
+        if q.shape[2] > 1:
+            self._restart_routing()
         dense = self._dense_queries(q.shape[2], padding)
         if dense == 0:
             out = q.new_zeros(*q.shape[:2], 0, v.shape[3])
@@ -243,7 +244,7 @@ class LayerCache:
         """
         selects = self._selects()
         tail = min(self.config.prefill_tail, len(at))
-        every = dataclasses.replace(self.config, prefill_mass=1.0, prefill_ratio=None, prefill_top_k=None)
+        every = self.config.unlimited_prefill()
         parts = [
             (at[: len(at) - tail], self.config, selects, tail),
             (at[len(at) - tail :], every, (True,) * len(selects), 0),
@@ -294,16 +295,22 @@ class LayerCache:
         k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
         state = attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)
         if self.blocks:
-            state = self._merge_blocks(state, wide, padding, scale, softcap)
+            state = self._merge_blocks(state, wide, padding, scale, softcap, length)
         return saturated(state[0], q.dtype)
 
     def _merge_blocks(
-        self, exact: tuple[Tensor, Tensor], q: Tensor, padding: Tensor | None, scale: float, softcap: float | None
+        self,
+        exact: tuple[Tensor, Tensor],
+        q: Tensor,
+        padding: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        length: int,
     ) -> tuple[Tensor, Tensor]:
         """The state of the exact rows merged with that of the blocks, every group of heads on its own."""
         groups, stored = self.head_groups(), iter(self.blocks)
         heads_kv = sum(len(group.heads) for group in groups)
-        self._steps = 0 if q.shape[2] > 1 else self._steps + 1
+        self._steps += length == 1
         if self._steps <= FIRST_STEPS or self._selected_for >= self.config.route_every:
             self._forget_selection()
         before, selection, states = iter(self._selection), [], []
@@ -315,19 +322,20 @@ class LayerCache:
             blocks = next(stored)
             chosen = next(before, None)
             if chosen is None:
-                chosen = choose(blocks, self._route(config, blocks, queries, padding, scale))
+                chosen = choose(blocks, self._route(config, blocks, queries, padding, scale, length))
             selection.append(chosen)
             states.append(merge_selected((out, lse), queries, chosen, scale, softcap))
-        if q.shape[2] == 1:
+        if length == 1:
             self._selection, self._selected_for = tuple(selection), self._selected_for + 1
         order = [group.heads for group in groups]
         return put_back([out for out, _ in states], order), put_back([lse for _, lse in states], order)
 
     def _route(
-        self, config: DKVConfig, blocks: CompressedBlocks, q: Tensor, padding: Tensor | None, scale: float
+        self, config: DKVConfig, blocks: CompressedBlocks, q: Tensor, padding: Tensor | None, scale: float, length: int
     ) -> Tensor:
+        """The blocks that queries of a chunk of ``length`` attend."""
         total = blocks.num_blocks
-        top_k = config.top_k if q.shape[2] == 1 else (config.chunk_top_k or total)
+        top_k = config.top_k if length == 1 else (config.chunk_top_k or total)
         if top_k >= total:
             every = torch.arange(total, device=q.device, dtype=torch.int32)
             counts = torch.tensor(self.block_counts, device=q.device)[:, None]

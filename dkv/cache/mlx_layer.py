@@ -16,6 +16,7 @@ from dkv._checks import check_count
 from dkv._dispatch import op_module
 from dkv.cache.heads import check_groups, one_group, pick, put_back
 from dkv.cache.lengths import check_crop, due_blocks
+from dkv.cache.mlx_prefill import Past, attend_past
 from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
 from dkv.compress import compress_blocks
 from dkv.config import DKVConfig, HeadGroup
@@ -35,6 +36,8 @@ class LayerCache:
         Says when blocks close, and how they are stored and routed where no groups are given.
     groups : sequence of HeadGroup, optional
         As ``config.head_groups`` gives them; each has blocks of its own. One group of all heads when None.
+    selects : sequence of bool, optional
+        As ``config.prefill_heads`` gives them. All heads select when None.
 
     Attributes
     ----------
@@ -50,11 +53,16 @@ class LayerCache:
         Exact rows; those beyond ``rows`` are spare room.
     """
 
-    def __init__(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
+    def __init__(
+        self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None, selects: Sequence[bool] | None = None
+    ) -> None:
+        if selects is None and config.prefill_share not in (0, 1):
+            raise ValueError("config has a prefill_share: give its config.prefill_heads(layer, heads) as selects")
         if groups is None and config.splits_heads:
             raise ValueError("config splits the heads: give its config.head_groups(layer, num_kv_heads) as groups")
         self.config = config
         self.groups = None if groups is None else check_groups(groups, config)
+        self.selects = None if selects is None else tuple(selects)
         self.reset()
 
     def reset(self, batch_size: int = 0) -> None:
@@ -68,7 +76,7 @@ class LayerCache:
 
     def like(self) -> LayerCache:
         """An empty cache with the same settings."""
-        return LayerCache(self.config, self.groups)
+        return LayerCache(self.config, self.groups, self.selects)
 
     def head_groups(self) -> tuple[HeadGroup, ...]:
         """All groups, once keys were seen."""
@@ -125,6 +133,8 @@ class LayerCache:
             raise ValueError(f"keys must have the cache's batch size {self.batch_size}, got {batch}")
         if self.groups is not None and sum(len(group.heads) for group in self.groups) != heads:
             raise ValueError(f"keys must have the kv heads of {[list(g.heads) for g in self.groups]}, got {heads}")
+        if self.selects is not None and len(self.selects) != heads:
+            raise ValueError(f"keys must have the {len(self.selects)} kv heads that selects names, got {heads}")
         for name, held, new in (("keys", self.k_rows, k), ("values", self.v_rows, v)):
             if held is not None and (held.shape[1], held.shape[3], held.dtype) != (heads, new.shape[3], new.dtype):
                 raise ValueError(
@@ -166,18 +176,78 @@ class LayerCache:
         """
         scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
         if spans is None and len(set(self.rows)) == 1:
-            out = self._attend(q, None, scale, sink)
+            out = self._attend_even(q, scale, sink)
         else:
             length = q.shape[2]
             shift = [0] * self.batch_size if spans is None else [length - first - count for first, count in spans]
             # the last real query stands at the last row, so that causality is the plain one
-            out = _rolled(self._attend(_rolled(q, shift), spans, scale, sink), [-each for each in shift])
+            out = _rolled(self._attend_uneven(_rolled(q, shift), spans, scale, sink), [-each for each in shift])
         self.close(self.config.window)
         return out
 
-    def _attend(self, q: mx.array, spans: Spans | None, scale: float, sink: mx.array | None) -> mx.array:
+    def _sparse_queries(self, length: int, tokens: int) -> int:
+        """How many of a chunk's newest queries attend the key blocks that they select."""
+        if length == 1 or self.config.chunk_top_k is not None:
+            return 0
+        return min(length, max(0, tokens - self.config.prefill_dense_below))
+
+    def _attend_even(self, q: mx.array, scale: float, sink: mx.array | None) -> mx.array:
+        length = q.shape[2]
+        sparse = self._sparse_queries(length, self.tokens[0])
+        if not sparse:
+            return self._attend(q, None, scale, sink)
+        out = self._attend_sparsely(q[:, :, length - sparse :], slice(0, self.batch_size), scale, sink)
+        if sparse == length:
+            return out
+        return mx.concatenate([self._attend(q[:, :, : length - sparse], None, scale, sink, sparse), out], axis=2)
+
+    def _attend_uneven(self, q: mx.array, spans: Spans | None, scale: float, sink: mx.array | None) -> mx.array:
+        length = q.shape[2]
+        counts = [length] * self.batch_size if spans is None else [count for _, count in spans]
+        sparse = [
+            min(count, self._sparse_queries(length, tokens)) for count, tokens in zip(counts, self.tokens, strict=True)
+        ]
+        if sparse == counts:
+            assert self.v_rows is not None
+            out = mx.zeros((*q.shape[:3], self.v_rows.shape[3]), dtype=q.dtype)
+        else:
+            out = self._attend(q, spans, scale, sink)
+        for row, count in enumerate(sparse):
+            if count:
+                one = slice(row, row + 1)
+                out[one, :, length - count :] = self._attend_sparsely(q[one, :, length - count :], one, scale, sink)
+        return out
+
+    def _attend_sparsely(self, q: mx.array, sequences: slice, scale: float, sink: mx.array | None) -> mx.array:
+        """The newest queries of sequences of equal length over the key blocks that they select."""
         assert self.k_rows is not None and self.v_rows is not None
-        stored, length = max(self.rows), q.shape[2]
+        row, stored, pasts = sequences.start, iter(self.blocks), []
+        sinks, closed = min(self.tokens[row], self.config.sink_tokens), self.block_counts[row]
+        for heads, config, _ in self.head_groups():
+            k, v = (pick(x[sequences, :, : self.rows[row]], heads, x.shape[1]) for x in (self.k_rows, self.v_rows))
+            blocks = next(stored) if self.blocks and config is not None else None
+            if blocks is not None and closed:
+                every = dataclasses.replace(blocks, block_counts=None)
+                pasts.append(Past(heads, k, v, sinks, every.map(lambda part: part[sequences, :closed])))
+            else:
+                pasts.append(Past(heads, k, v, sinks, None))
+        selects = self.selects or (self.config.prefill_share == 1,) * self.k_rows.shape[1]
+        tail = min(self.config.prefill_tail, q.shape[2])  # attends everything
+        head, outs = q.shape[2] - tail, []
+        if head:
+            older = [past.without(tail) for past in pasts]
+            outs.append(attend_past(q[:, :, :head], older, selects, self.config, scale, sink))
+        if tail:
+            every = self.config.unlimited_prefill()
+            outs.append(attend_past(q[:, :, head:], pasts, (True,) * len(selects), every, scale, sink))
+        return mx.concatenate(outs, axis=2)
+
+    def _attend(
+        self, q: mx.array, spans: Spans | None, scale: float, sink: mx.array | None, behind: int = 0
+    ) -> mx.array:
+        """A chunk's queries over all rows; ``behind`` rows at the end come after them."""
+        assert self.k_rows is not None and self.v_rows is not None
+        stored, length = max(self.rows) - behind, q.shape[2]
         k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
         lens = mx.array(self.rows) if len(set(self.rows)) > 1 or spans is not None else None
         if not self.blocks:
@@ -196,17 +266,24 @@ class LayerCache:
                 every_k, every_v = (mx.concatenate([a, b], axis=2) for a, b in zip(rebuilt, (own_k, own_v)))
                 outs.append(_exact(own_q, every_k, every_v, None, scale, own_sink))
             else:
-                chosen = self._route(config, blocks, own_q, spans, scale)
+                chosen = self._route(config, blocks, own_q, spans, scale, length + behind)
                 decode = _ops("decode").decode_attention
                 state = decode(own_q, blocks, own_k, own_v, chosen, lens, None, None, own_sink, scale)
                 outs.append(state[0])
         return put_back(outs, [group.heads for group in groups])
 
     def _route(
-        self, config: DKVConfig, blocks: CompressedBlocks, q: mx.array, spans: Spans | None, scale: float
+        self,
+        config: DKVConfig,
+        blocks: CompressedBlocks,
+        q: mx.array,
+        spans: Spans | None,
+        scale: float,
+        length: int,
     ) -> mx.array:
+        """The blocks that queries of a chunk of ``length`` attend."""
         total = blocks.num_blocks
-        top_k = config.top_k if q.shape[2] == 1 else (config.chunk_top_k or total)
+        top_k = config.top_k if length == 1 else (config.chunk_top_k or total)
         if top_k >= total:
             every = mx.arange(total, dtype=mx.int32)[None]
             every = mx.where(every < mx.array(self.block_counts)[:, None], every, mx.array(-1, dtype=mx.int32))
@@ -322,7 +399,7 @@ def joined(layers: Sequence[LayerCache]) -> LayerCache:
     if not full:
         return one
     for layer in layers:
-        if (layer.config, layer.groups) != (one.config, one.groups):
+        if (layer.config, layer.groups, layer.selects) != (one.config, one.groups, one.selects):
             raise ValueError("caches of one batch must have the same config and head groups")
         if layer.k_rows is not None and not _same_rows(layer, full[0]):
             raise ValueError("caches of one batch must have the same kv heads, channels and dtype")

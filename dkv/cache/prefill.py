@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dkv.cache.heads import pick, put_back
+from dkv.cache.heads import by_choice, pick, put_back
 from dkv.config import DKVConfig
 from dkv.kernels.torch.compress import reconstruct_blocks
 from dkv.kernels.torch.merge import merge_states
@@ -78,10 +78,7 @@ def attend_past(
     order: list[tuple[int, ...]] = []
     outs, lses, visited, visible = [], [], 0, 0
     for heads, past in pasts:
-        for wanted in (True, False):
-            own = tuple(place for place, head in enumerate(heads) if selects[head] == wanted)
-            if not own:
-                continue
+        for wanted, own in by_choice(heads, selects):
             order.append(tuple(heads[place] for place in own))
             blocks = past.blocks if past.blocks is None else _of_heads(past.blocks, own)
             part = Past(pick(past.k, own, len(heads)), pick(past.v, own, len(heads)), past.sinks, blocks)

@@ -29,6 +29,7 @@ def state_of(layer: LayerCache) -> dict[str, Any]:
         "groups": groups
         if groups is None
         else [[group.heads, None if group.config is None else group.config.to_dict()] for group in groups],
+        "selects": layer.selects,
     }
     state: dict[str, Any] = {"header": mx.array(np.frombuffer(json.dumps(header).encode(), dtype=np.uint8))}
     for index, group in enumerate(groups or ()):
@@ -64,7 +65,7 @@ def layer_of(state: Any) -> LayerCache:
     parts = {name: part for name, part in state.items() if name != "header"}
     try:
         config = DKVConfig.from_dict(header["config"])
-        layer = LayerCache(config, _groups(header["groups"], parts))
+        layer = LayerCache(config, _groups(header["groups"], parts), _selects(header["selects"]))
         tokens, rows, counts = (header[name] for name in ("tokens", "rows", "block_counts"))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{WHERE} is not this version's: {error!r}") from error
@@ -80,6 +81,8 @@ def layer_of(state: Any) -> LayerCache:
     heads = sum(len(group.heads) for group in layer.head_groups())
     if heads != layer.k_rows.shape[1]:
         raise ValueError(f"{WHERE} groups {heads} heads, its rows have {layer.k_rows.shape[1]}")
+    if layer.selects is not None and len(layer.selects) != heads:
+        raise ValueError(f"{WHERE} says of {len(layer.selects)} heads whether they select, its rows have {heads}")
     groups = layer.stored_groups() if any(counts) else []
     named = [_taken(parts, f"blocks{index}_") for index in range(len(groups))]
     if parts:
@@ -99,6 +102,12 @@ def _groups(saved: Any, parts: dict[str, Any]) -> list[HeadGroup] | None:
         rows = None if weight is None else tuple(map(tuple, weight.tolist()))
         groups.append(HeadGroup(tuple(heads), None if config is None else DKVConfig.from_dict(config), rows))
     return groups
+
+
+def _selects(saved: Any) -> list[bool] | None:
+    if saved is not None and not (isinstance(saved, list) and all(isinstance(one, bool) for one in saved)):
+        raise ValueError(f"selects of the {WHERE} must be a list of bools, got {saved!r:.60}")
+    return saved
 
 
 def _check_rows(parts: dict[str, Any], batch: int, stored: int) -> None:

@@ -36,10 +36,14 @@ class DKVCache(mlx_cache._BaseCache):
     config : DKVConfig
     groups : sequence of HeadGroup, optional
         What ``config.head_groups`` gives for this layer; needed where the config splits the heads.
+    selects : sequence of bool, optional
+        What ``config.prefill_heads`` gives for this layer; needed where the config has a ``prefill_share``.
     """
 
-    def __init__(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None) -> None:
-        self._take(LayerCache(config, groups))
+    def __init__(
+        self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None, selects: Sequence[bool] | None = None
+    ) -> None:
+        self._take(LayerCache(config, groups, selects))
 
     def _take(self, layer: LayerCache) -> None:
         self.layer = layer
@@ -186,14 +190,20 @@ class BatchDKVCache(DKVCache):
 
     Parameters
     ----------
-    config, groups
+    config, groups, selects
         As :class:`DKVCache`.
     batch_size : int
     """
 
-    def __init__(self, config: DKVConfig, groups: Sequence[HeadGroup] | None = None, batch_size: int = 1) -> None:
+    def __init__(
+        self,
+        config: DKVConfig,
+        groups: Sequence[HeadGroup] | None = None,
+        batch_size: int = 1,
+        selects: Sequence[bool] | None = None,
+    ) -> None:
         check_count("batch_size", batch_size, 1)
-        layer = LayerCache(config, groups)
+        layer = LayerCache(config, groups, selects)
         layer.reset(batch_size)
         self._take(layer)
 
@@ -339,7 +349,8 @@ def make_prompt_cache(model: nn.Module, config: DKVConfig | None = None) -> list
         if config.profile is not None:
             config.profile.check_model(len(probes), heads, dim)
         groups = config.head_groups(index, heads) if config.splits_heads else None
-        caches.append(DKVCache(plain, groups))
+        selects = None if config.prefill_share in (0, 1) else config.prefill_heads(index, heads)
+        caches.append(DKVCache(plain, groups, selects))
     return caches
 
 

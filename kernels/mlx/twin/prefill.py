@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -10,8 +11,128 @@ from .decode import WORKSPACE_BYTES, State, capped, distinct, empty_state, softm
 from .merge import saturated
 
 Array = Any
-KEY_SUB_BLOCK = 32
-QUERY_SUB_BLOCK = 16
+SCORED_QUERIES = 256  # per head, in one product
+SCORED_NUMBERS = 8 << 20  # logits of one product
+
+
+def select_key_blocks(
+    q: Array,
+    k: Array,
+    block_size: int,
+    prefill_block: int,
+    top_k: int,
+    prefill_window: int,
+    sm_scale: float,
+    stride: int,
+    ratio: float,
+    mass: float,
+) -> Array:
+    """Key blocks of every query block, ``[B, Hkv, ceil(Sq / prefill_block), W]`` int32, ascending, -1 where unused."""
+    batch, heads_kv, keys = k.shape[:3]
+    length, count = q.shape[2], -(-keys // block_size)
+    if batch == 0 or length == 0 or keys == 0:
+        width = selection_width(count, block_size, prefill_block, top_k, prefill_window, ratio)
+        return mx.full((batch, heads_kv, -(-length // prefill_block), width), -1, dtype=mx.int32)
+    scores = sampled_scores(q, k, block_size, prefill_block, stride, sm_scale)
+    share = block_shares(scores, length, prefill_block, stride)
+    return choose_blocks(share, keys, length, block_size, prefill_block, top_k, prefill_window, ratio, mass)
+
+
+def sampled_queries(length: int, prefill_block: int, stride: int) -> list[int]:
+    """The queries that are scored: the last of every ``stride`` of a query block, and its last."""
+    found = []
+    for start in range(0, length, prefill_block):
+        stop = min(start + prefill_block, length)
+        found += [min(first + stride, stop) - 1 for first in range(start, stop, stride)]
+    return found
+
+
+def sampled_scores(q: Array, k: Array, block_size: int, prefill_block: int, stride: int, sm_scale: float) -> Array:
+    """Log of the mass of every key block for the sampled queries, ``[B, Hkv, G, M, N]``; -inf where none is visible."""
+    batch, heads, length, dim = q.shape
+    heads_kv, keys = k.shape[1:3]
+    count = -(-keys // block_size)
+    places = sampled_queries(length, prefill_block, stride)
+    rows = mx.take(q, mx.array(places), axis=2).astype(mx.float32) * sm_scale
+    rows = rows.reshape(batch, heads_kv, -1, len(places), dim)
+    step = max(1, SCORED_NUMBERS // (batch * heads * min(len(places), SCORED_QUERIES) * block_size)) * block_size
+    scores = []
+    for low in range(0, len(places), SCORED_QUERIES):
+        part = rows[:, :, :, low : low + SCORED_QUERIES]
+        position = mx.array(places[low : low + SCORED_QUERIES])[:, None] + keys - length
+        reach = places[low : low + SCORED_QUERIES][-1] + keys - length + 1  # no key beyond the last query
+        found = [
+            _tile_scores(part, k[:, :, start : start + step], position - start, block_size)
+            for start in range(0, min(keys, reach), step)
+        ]
+        unseen = count - sum(tile.shape[-1] for tile in found)
+        scores.append(mx.concatenate([*found, mx.full((*part.shape[:4], unseen), -mx.inf)], axis=-1))
+    return mx.concatenate(scores, axis=3)
+
+
+def _tile_scores(q: Array, k: Array, position: Array, block_size: int) -> Array:
+    """Log of the sum of exponentials of each block of a tile of keys, ``[B, Hkv, G, m, blocks]``."""
+    batch, heads_kv, group, rows, dim = q.shape
+    logits = q.reshape(batch, heads_kv, group * rows, dim) @ k.astype(mx.float32).swapaxes(2, 3)
+    logits = logits.reshape(batch, heads_kv, group, rows, -1)
+    logits = mx.where(mx.arange(k.shape[2]) <= position, logits, -mx.inf)
+    logits = mx.pad(logits, [(0, 0)] * 4 + [(0, -k.shape[2] % block_size)], constant_values=-mx.inf)
+    logits = logits.reshape(batch, heads_kv, group, rows, -1, block_size)
+    peak = logits.max(-1)
+    peak = mx.where(peak == -mx.inf, 0.0, peak)
+    return mx.log(mx.exp(logits - peak[..., None]).sum(-1)) + peak
+
+
+def block_shares(scores: Array, length: int, prefill_block: int, stride: int) -> Array:
+    """Mean share of the attention of a query block's sampled queries that each key block has, ``[B, Hkv, n, N]``."""
+    share = softmax_weights(mx.where(mx.isnan(scores), -mx.inf, scores), (4,))[0].mean(2)  # [B, Hkv, M, N]
+    per, whole = -(-prefill_block // stride), -(-length // prefill_block) - 1  # only the last query block has fewer
+    first, last = share[:, :, : per * whole], share[:, :, per * whole :]
+    first = first.reshape(*first.shape[:2], whole, per, first.shape[3]).mean(3)
+    return mx.concatenate([first, last.mean(2, keepdims=True)], axis=2)
+
+
+def choose_blocks(
+    share: Array,
+    keys: int,
+    length: int,
+    block_size: int,
+    prefill_block: int,
+    top_k: int,
+    prefill_window: int,
+    ratio: float,
+    mass: float,
+) -> Array:
+    """The first block, the window's, and the best others by ``share [B, Hkv, n, N]``; as ``select_key_blocks``."""
+    query_blocks, count = share.shape[2:]
+    width = selection_width(count, block_size, prefill_block, top_k, prefill_window, ratio)
+    firsts = [block * prefill_block + keys - length for block in range(query_blocks)]
+    seen = [max(0, min(first + prefill_block - 1, keys - 1) // block_size + 1) for first in firsts]
+    limit = [min(top_k, math.ceil(ratio * visible)) for visible in seen]  # in Python's float64
+    slots, visible = mx.arange(count), mx.array(seen)[:, None]
+    candidate = slots < visible
+    near = (slots + 1) * block_size > mx.array(firsts)[:, None] - prefill_window
+    pinned = candidate & (near | (slots == 0))
+    mandatory = pinned.sum(-1, keepdims=True)
+    room = mx.maximum(mandatory, mx.array(limit)[:, None])  # pinned blocks are never dropped
+    key = mx.where(pinned, mx.inf, mx.where(candidate, share, -1.0))
+    order = mx.argsort(-key, axis=-1).astype(mx.int32)[..., :width]
+    rank = mx.arange(width)
+    usable = (order < visible) & (rank < room)
+    if mass < 1:
+        share = mx.where(candidate & (slots > 0), share, 0.0)  # the first block takes what a head has no use for
+        before = mx.cumsum(mx.take_along_axis(share, order, axis=-1), axis=-1, inclusive=False)
+        usable &= (before < mass * share.sum(-1, keepdims=True)) | (rank < mandatory)
+    chosen = mx.sort(mx.where(usable, order, count), axis=-1)
+    return mx.where(chosen < count, chosen, -1)
+
+
+def selection_width(
+    count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int, ratio: float
+) -> int:
+    """Room for the most that a query block may choose, and for every block that its window can touch."""
+    most = min(top_k, math.ceil(ratio * count))
+    return min(count, max(most, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))
 
 
 def _padded(x: Array, size: int) -> Array:
@@ -19,61 +140,6 @@ def _padded(x: Array, size: int) -> Array:
     missing = -x.shape[-2] % size
     x = mx.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
-
-
-def _sub_means(x: Array, block: int, size: int) -> Array:
-    """Means of ``size`` rows of each block, ``[B, H, L, D] -> [B, H, ceil(L / block), ceil(block / size), D]``.
-
-    The last of a block goes over what is left; a block that ends early repeats its last mean.
-    """
-    length = x.shape[2]
-    x = _padded(_padded(x.astype(mx.float32), block), size)  # [B, H, N, t, size, D]
-    count, parts = x.shape[2:4]
-    left = mx.minimum(length - mx.arange(count) * block, block)[:, None] - mx.arange(parts) * size  # [N, t]
-    means = x.sum(-2) / mx.clip(left, 1, size)[..., None]
-    last = mx.minimum(mx.arange(parts), mx.maximum((left > 0).sum(1, keepdims=True) - 1, 0))  # [N, t]
-    return mx.take_along_axis(means, last[None, None, :, :, None], axis=3)
-
-
-def select_key_blocks(
-    q: Array, k: Array, block_size: int, prefill_block: int, top_k: int, prefill_window: int, sm_scale: float
-) -> Array:
-    """Key blocks of every query block, ``[B, Hkv, ceil(Sq / prefill_block), W]`` int32, ascending, -1 where unused."""
-    batch, heads, length, dim = q.shape
-    heads_kv, keys = k.shape[1:3]
-    group = heads // heads_kv
-    count, query_blocks = -(-keys // block_size), -(-length // prefill_block)
-    # room for top_k, or for the first block and every block that a window and a query block can touch
-    width = min(count, max(top_k, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))
-    if batch == 0 or length == 0 or keys == 0:
-        return mx.full((batch, heads_kv, query_blocks, width), -1, dtype=mx.int32)
-    starts = mx.arange(query_blocks) * prefill_block + keys - length
-    ends = mx.minimum(starts + prefill_block - 1, keys - 1)  # last visible key of each query block
-    key_means = _sub_means(k, block_size, KEY_SUB_BLOCK)  # [B, Hkv, N, s, D]
-    widest = key_means.shape[3]
-    key_means = key_means.reshape(batch, heads_kv, count * widest, dim)
-    stops = mx.minimum(mx.arange(1, widest + 1) * KEY_SUB_BLOCK, block_size) + mx.arange(count)[:, None] * block_size
-    query_means = _sub_means(q, prefill_block, QUERY_SUB_BLOCK)  # [B, Hq, n, t, D]
-    score = []
-    for index in range(query_blocks):
-        rows = -(-min(prefill_block, length - index * prefill_block) // QUERY_SUB_BLOCK)
-        means = query_means[:, :, index, :rows].reshape(batch, heads_kv, group * rows, dim)
-        logits = means @ key_means.swapaxes(2, 3) * sm_scale
-        logits = logits.reshape(batch, heads_kv, group * rows, count, widest)
-        # a sub-block that reaches beyond the last query would let later keys decide
-        best = mx.where(stops <= ends[index] + 1, logits, -mx.inf).max(-1)
-        score.append(softmax_weights(mx.where(mx.isnan(best), -mx.inf, best), (3,))[0].mean(2))
-    scores = mx.stack(score, axis=2)  # [B, Hkv, n, N]
-    slots = mx.arange(count)
-    candidate = slots * block_size <= ends[:, None]
-    near = (slots + 1) * block_size > (starts - prefill_window)[:, None]
-    pinned = candidate & (near | (slots == 0))
-    room = mx.maximum(pinned.sum(-1, keepdims=True), top_k)  # pinned blocks are never dropped
-    key = mx.where(pinned, mx.inf, mx.where(candidate, scores, -1.0))
-    order = mx.argsort(-key, axis=-1).astype(mx.int32)[..., :width]
-    usable = (order * block_size <= ends[:, None]) & (mx.arange(width) < room)
-    chosen = mx.sort(mx.where(usable, order, count), axis=-1)
-    return mx.where(chosen < count, chosen, -1)
 
 
 def prefill_attention(
