@@ -15,11 +15,30 @@ settings.register_profile("deep", deadline=None, max_examples=200, suppress_heal
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+metal_runs = []  # launches by kernel and signatures of each process of a test run
+
+
+def pytest_sessionfinish(session):
+    """A process of several tells what ran of the Metal kernels on the CPU."""
+    ran = sys.modules.get("metal_host")
+    if ran is not None:
+        metal_runs.append(ran.counts())
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["metal"] = ran.counts()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    if "metal" in getattr(node, "workeroutput", {}):
+        metal_runs.append(node.workeroutput["metal"])
+
+
 def pytest_terminal_summary(terminalreporter):
     """What ran of the Metal kernels on the CPU."""
-    ran = sys.modules.get("metal_host")
-    if ran is not None and ran.LAUNCHES:
-        terminalreporter.write_line(ran.summary())
+    if any(launches for launches, _ in metal_runs):
+        import metal_host
+
+        terminalreporter.write_line(metal_host.summary(metal_runs))
 
 
 @pytest.fixture

@@ -73,8 +73,15 @@ def _counted(mode: str) -> Callable[..., Any]:
     return functools.partial(Counted, host(mode))
 
 
-def summary() -> str:
-    """What was run: a line for the end of a test run."""
-    linted = f"{len(SIGNATURES)} signatures linted" if CAN_LINT else f"{len(SIGNATURES)} signatures, no clang to lint"
-    counts = ", ".join(f"{name.removeprefix('dkv_')} {count}" for name, count in sorted(LAUNCHES.items()))
-    return f"Metal on the CPU: {sum(LAUNCHES.values())} launches of {len(LAUNCHES)} kernels ({counts}); {linted}"
+def counts() -> tuple[dict[str, int], list[str]]:
+    """Launches by kernel, and signatures, of this process."""
+    return dict(LAUNCHES), [" ".join(key) for key in SIGNATURES]
+
+
+def summary(runs: list[tuple[dict[str, int], list[str]]]) -> str:
+    """What was run by some processes: a line for the end of a test run."""
+    launches: Counter[str] = sum((Counter(each) for each, _ in runs), Counter())
+    signatures = len({key for _, keys in runs for key in keys})
+    linted = f"{signatures} signatures linted" if CAN_LINT else f"{signatures} signatures, no clang to lint"
+    named = ", ".join(f"{name.removeprefix('dkv_')} {count}" for name, count in sorted(launches.items()))
+    return f"Metal on the CPU: {sum(launches.values())} launches of {len(launches)} kernels ({named}); {linted}"

@@ -115,7 +115,8 @@ def test_greedy_tokens_and_turns_equal_dense(model, ids):
 def test_prompts_that_select_every_key_block_are_dense_and_fewer_are_not(model, ids):
     dense = np.array(model(mx.array([ids[:TOKENS]])))
     for limits, same in (({"prefill_ratio": 1.0}, True), ({"prefill_top_k": 1, "prefill_window": 0}, False)):
-        config = dataclasses.replace(EXACT, prefill_dense_below=60, prefill_key_block=8, prefill_block=32, **limits)
+        limits |= {"prefill_dense_below": 60, "prefill_key_block": 8, "prefill_block": 32, "prefill_tail": 5}
+        config = dataclasses.replace(EXACT, **limits)
         got = np.array(feed(model, ids, [100, 1, 49], make_prompt_cache(model, config)))
         np.testing.assert_allclose(got[:, :60], dense[:, :60], atol=TOLERANCE, rtol=0)
         assert (np.abs(got - dense).max() < TOLERANCE) == same

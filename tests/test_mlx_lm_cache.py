@@ -114,7 +114,7 @@ def test_a_saved_cache_goes_on_bit_equal(tmp_path, dtype, kind):
     model = build(dtype)
     exact = dataclasses.replace(CONFIG, residual_bits=16, router="minmax")
     share = {"prefill_share": 0.5, "prefill_dense_below": 20, "prefill_ratio": 0.5, "prefill_window": 8}
-    share = dataclasses.replace(CONFIG, prefill_key_block=8, prefill_block=16, **share)
+    share = dataclasses.replace(CONFIG, prefill_key_block=8, prefill_block=16, prefill_tail=4, **share)
     split = {"tiers": dataclasses.replace(CONFIG, tiers=TIERS), "ratio": RATIO, "share": share}
     config = split[kind].with_profile(profiled()) if kind in split else {"plain": CONFIG, "exact": exact}[kind]
     path = str(tmp_path / "cache.safetensors")

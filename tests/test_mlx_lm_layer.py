@@ -127,7 +127,8 @@ LIMITS = [
 def test_sparse_prefill_is_that_of_torch(data, config, layout, seed):
     """From the first position or a later one on, for sequences as long as each other and for padded ones."""
     below = data.draw(st.sampled_from([0, 57, 100]))
-    config = dataclasses.replace(config, prefill_dense_below=below, **SPARSE | data.draw(st.sampled_from(LIMITS)))
+    chosen = SPARSE | data.draw(st.sampled_from(LIMITS)) | {"prefill_tail": data.draw(st.sampled_from([0, 7]))}
+    config = dataclasses.replace(config, prefill_dense_below=below, **chosen)
     selects = None if config.prefill_share == 0 else data.draw(st.sampled_from([None, (True, True, False)]))
     q, k, v = (rows_of(seed + i, 2, h, 170, d) for i, (h, d) in enumerate([(6, 8), (3, 8), (3, 6)]))
     q, real, sink = 2 * q, np.ones((2, 170), bool), rows_of(7, 6) if data.draw(st.booleans()) else None

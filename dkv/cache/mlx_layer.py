@@ -238,8 +238,8 @@ class LayerCache:
             older = [past.without(tail) for past in pasts]
             outs.append(attend_past(q[:, :, :head], older, selects, self.config, scale, sink))
         if tail:
-            every = self.config.unlimited_prefill()
-            outs.append(attend_past(q[:, :, head:], pasts, (True,) * len(selects), every, scale, sink))
+            unlimited = self.config.unlimited_prefill()
+            outs.append(attend_past(q[:, :, head:], pasts, (True,) * len(selects), unlimited, scale, sink))
         return mx.concatenate(outs, axis=2)
 
     def _attend(
