@@ -111,8 +111,8 @@ class DKVConfig:
     top_k : int
         Blocks that a decode step attends, per kv head.
     route_every : int
-        Decode steps of the runtime that use one selection, once 16 steps after a chunk of several tokens have each had
-        their own. A block that closes ends a selection; the window is always exact.
+        Decode steps of the torch runtime that use one selection, once 16 steps after a chunk of several tokens have
+        each had their own. A block that closes ends a selection; the window is always exact.
     router : {"lowrank", "keys", "minmax", "residual"}
         "keys" scores every stored row of a block; the others a cheaper picture of it.
     share : {"kv_head", "all"}
@@ -308,6 +308,11 @@ class DKVConfig:
         limited = self.prefill_ratio is not None or self.prefill_mass is not None
         return EVERY_BLOCK if limited else math.ceil(DEFAULT_PREFILL_KEYS / self.prefill_keys), ratio, mass
 
+    def within(self, queries: int, keys: int) -> DKVConfig:
+        """These settings with query blocks and prefill window no longer than so many queries and keys."""
+        block, window = min(self.prefill_block, queries), min(self.prefill_window, keys)
+        return dataclasses.replace(self, prefill_block=block, prefill_window=window)
+
     def unlimited_prefill(self) -> DKVConfig:
         """These settings with key blocks that are all selected."""
         return dataclasses.replace(self, prefill_mass=1.0, prefill_ratio=None, prefill_top_k=None)
@@ -457,6 +462,8 @@ class DKVConfig:
 
 
 def _known(what: str, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{what} must be a mapping, got {type(values).__qualname__}")
     known = {field.name for field in dataclasses.fields(kind)}
     unknown = sorted(set(values) - known)
     if unknown:

@@ -85,8 +85,9 @@ def decode_attention(
     """
     config = DKVConfig() if config is None else config
     check.check_config(config, plain=True)
-    ranks = dist.get_world_size(group)
     check.check_count("window_rank", window_rank)
+    _check_kinds(group, q=q, k_window=k_window, v_window=v_window, positions=positions, blocks=blocks)
+    ranks = dist.get_world_size(group)
     if window_rank >= ranks:
         raise ValueError(f"window_rank must be 0..{ranks - 1}, got {window_rank}")
     routing = _Routing(
@@ -162,6 +163,7 @@ def route_blocks(
     Tensor [B, Hkv, top_k], int32
         Indices into this rank's blocks, ascending, then -1.
     """
+    _check_kinds(group, q=q, positions=positions, blocks=blocks)
     routing = _Routing(top_k, router, share, sm_scale, sink_blocks, recent_blocks, positions)
     scale = routing.check(q, blocks)
     heads = blocks.num_kv_heads
@@ -175,6 +177,16 @@ def route_blocks(
         positions=positions is None,
     )
     return _route(q, blocks, routing, scale, group)
+
+
+def _check_kinds(group: Any, blocks: CompressedBlocks, **arrays: Any) -> None:
+    """Refuse what no process group can take."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup or None, got {type(group).__qualname__}")
+    check.check_blocks(blocks)
+    for name, array in {**arrays, "blocks": blocks.anchor_k}.items():
+        if array is not None and not isinstance(array, Tensor):
+            raise TypeError(f"{name} must be of torch tensors, got {type(array).__qualname__}")
 
 
 class _Routing(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dkv import _checks as check
 from dkv._dispatch import op_module, resolve
@@ -24,6 +24,9 @@ def merge_states(states: Sequence[AttentionState], *, backend: str | None = None
     AttentionState
         New arrays; empty where every part is empty.
     """
+    if isinstance(states, AttentionState) or not isinstance(states, Iterable):
+        raise TypeError(f"states must be a sequence of AttentionState, got {type(states).__qualname__}")
+    states = list(states)
     for index, state in enumerate(states):
         if not (isinstance(state, (tuple, list)) and len(state) == 2):
             raise TypeError(f"states[{index}] must be an AttentionState, got {type(state).__qualname__}")

@@ -33,7 +33,7 @@ def route_blocks(
     blocks : CompressedBlocks
     top_k : int
         Blocks selected in all, pinned ones included.
-    router : {"lowrank", "minmax", "residual"}
+    router : {"lowrank", "keys", "minmax", "residual"}
         "minmax" needs blocks compressed with ``minmax=True`` in their format.
     share : {"kv_head", "all"}
         A set of its own for each kv head, or one set for all.

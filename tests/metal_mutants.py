@@ -279,7 +279,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], list[Callable[[], Callable[[], Any]]]]
         ),
         COMPRESS,
     ),
-    "prefill": (("prefill.metal", "attend.metal", "rows.metal", "numbers.metal"), PREFILL),
+    "prefill": (("prefill.metal",), PREFILL),  # the rest of it is broken as part of decode and merge
     "select": (("route_rows.metal", "route_select.metal", "shares.metal"), SELECT),
 }
 

@@ -423,3 +423,29 @@ def test_configs_that_do_not_exist(settings: dict[str, Any], error: type[Excepti
         dkv.DKVConfig(**settings)
     with pytest.raises(ValueError, match=r"unknown config fields \['bits'\]"):
         dkv.DKVConfig.from_dict(dataclasses.asdict(dkv.DKVConfig()) | {"bits": 4})
+
+
+@pytest.mark.parametrize("states", [None, 3, "one state"])
+def test_what_is_no_sequence_of_states(states):
+    named = "states must be a sequence" if not isinstance(states, str) else r"states\[0\] must be an AttentionState"
+    with pytest.raises(TypeError, match=named):
+        dkv.merge_states(states)
+    state = dkv.AttentionState(np.ones((1, 2, 1, 3), np.float32), np.zeros((1, 2, 1), np.float32))
+    np.testing.assert_allclose(dkv.merge_states(each for each in [state, state]).lse, np.log(2), rtol=1e-6)
+    with pytest.raises(TypeError, match="states must be a sequence"):
+        dkv.merge_states(state)
+    with pytest.raises(TypeError, match="config must be a mapping"):
+        dkv.DKVConfig.from_dict(None)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_more_than_there_is(backend):
+    """Query blocks and windows beyond all rows cost and change nothing."""
+    q, k, v = (np.random.default_rng(i).standard_normal((1, h, 40, 8), np.float32) for i, h in enumerate((4, 2, 2)))
+    wide = dkv.DKVConfig(prefill_block=10**9, prefill_window=2**62, prefill_key_block=8, prefill_top_k=1)
+    args = [testing.to_library(each, library(backend)) for each in (q, k, v)]
+    got = testing.to_numpy(dkv.prefill_attention(*args, config=wide, backend=backend))
+    want = dkv.exact_attention(q, k, v, backend="reference")
+    np.testing.assert_allclose(got.out, want.out, atol=2e-6)
+    with pytest.raises(ValueError, match="q must have at least one channel"):
+        dkv.exact_attention(args[0][..., :0], args[1][..., :0], args[2], backend=backend)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -140,3 +141,18 @@ def test_bytes_do_not_depend_on_the_context(monkeypatch):
         state = distributed.decode_attention(**given)
         torch.testing.assert_close(state.out, dkv.decode_attention(**given).out, rtol=1e-5, atol=2e-6)
     assert sent[0] == sent[1] > 0
+
+
+def test_what_no_group_can_take():
+    cfg = dkv.DKVConfig(block_size=16, rank=4, num_residuals=5)
+    k = np.random.default_rng(0).standard_normal((1, 2, 32, 8), np.float32)
+    own, other = (dkv.compress_blocks(x, x, config=cfg) for x in (torch.from_numpy(k), k))
+    q = torch.zeros(1, 2, 1, 8)
+    for call, named in (
+        (lambda: distributed.decode_attention(q.numpy(), own), "q must be of torch tensors, got ndarray"),
+        (lambda: distributed.decode_attention(q, other), "blocks must be of torch tensors, got ndarray"),
+        (lambda: distributed.route_blocks(q, own, positions=np.arange(2)), "positions must be of torch tensors"),
+        (lambda: distributed.route_blocks(q, own, group="x"), "group must be a ProcessGroup or None, got str"),
+    ):
+        with pytest.raises(TypeError, match=named):
+            call()

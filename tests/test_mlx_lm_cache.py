@@ -353,3 +353,26 @@ def test_batches_check_their_arguments(model):
     batch.prepare(lengths=[1, 2], right_padding=[1, 0])
     with pytest.raises(RuntimeError, match="finalize"):
         batch.extend(one.merge([one]))
+
+
+def test_an_interrupted_step_is_not_saved_merged_or_extracted(tmp_path):
+    cache = BatchDKVCache(CONFIG, batch_size=2)
+    attach(build())
+    cache.update_and_fetch(mx.zeros((2, 2, 3, 8)), mx.zeros((2, 2, 3, 8)))
+    for step in (lambda: cache.state, lambda: cache.extract(0)):
+        with pytest.raises(RuntimeError, match="never attended"):
+            step()
+    single = DKVCache(CONFIG)
+    single.update_and_fetch(mx.zeros((1, 2, 3, 8)), mx.zeros((1, 2, 3, 8)))
+    with pytest.raises(RuntimeError, match="never attended"):
+        DKVCache.merge([single])
+
+
+def test_what_a_cache_refuses():
+    attach(build())
+    k = mx.zeros((1, 2, 3, 8))
+    for values in (mx.zeros((1, 1, 3, 8)), mx.zeros((1, 2, 4, 8)), k.astype(mx.float16)):
+        with pytest.raises(ValueError, match="values must be as the keys"):
+            DKVCache(CONFIG).update_and_fetch(k, values)
+    with pytest.raises(ValueError, match="route_every must be 1 in mlx"):
+        DKVCache(dataclasses.replace(CONFIG, route_every=4))

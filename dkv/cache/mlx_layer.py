@@ -22,6 +22,7 @@ from dkv.compress import compress_blocks
 from dkv.config import DKVConfig, HeadGroup
 from dkv.types import CompressedBlocks
 
+FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 REBUILT_FROM = 16  # queries of a chunk from which its blocks' rows are rebuilt once rather than decoded per query
 
 Spans = Sequence[tuple[int, int]]  # (first, count): where each sequence's real tokens lie in a padded chunk
@@ -60,6 +61,8 @@ class LayerCache:
             raise ValueError("config has a prefill_share: give its config.prefill_heads(layer, heads) as selects")
         if groups is None and config.splits_heads:
             raise ValueError("config splits the heads: give its config.head_groups(layer, num_kv_heads) as groups")
+        if config.route_every != 1:
+            raise ValueError(f"route_every must be 1 in mlx, where every step selects, got {config.route_every}")
         self.config = config
         self.groups = None if groups is None else check_groups(groups, config)
         self.selects = None if selects is None else tuple(selects)
@@ -129,6 +132,11 @@ class LayerCache:
     def append(self, k: mx.array, v: mx.array, spans: Spans | None = None) -> None:
         """Store a chunk's rows, ``k [B, Hkv, n, D]`` and ``v [B, Hkv, n, Dv]``; of a padded one those of ``spans``."""
         batch, heads, length, _ = k.shape
+        if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or k.dtype not in FLOATS:
+            raise ValueError(
+                f"values must be as the keys, {k.shape[:3]} of float16, bfloat16 or float32; "
+                f"got {v.shape[:3]} of {v.dtype} for keys of {k.dtype}"
+            )
         if self.tokens and self.batch_size != batch:
             raise ValueError(f"keys must have the cache's batch size {self.batch_size}, got {batch}")
         if self.groups is not None and sum(len(group.heads) for group in self.groups) != heads:

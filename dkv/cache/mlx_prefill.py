@@ -52,6 +52,8 @@ def attend_past(
     ``selects [Hkv]`` says which kv heads select key blocks beyond the mandatory ones.
     """
     heads_kv, heads_q = len(selects), q.shape[1]
+    closed = max(0 if past.blocks is None else past.blocks.num_blocks * past.blocks.block_size for past in pasts)
+    config = config.within(q.shape[2], closed + max(past.k.shape[2] for past in pasts))
     order, outs = [], []
     for past in pasts:
         rows = past.every_row()

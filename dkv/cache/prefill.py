@@ -67,7 +67,7 @@ def attend_past(
     softcap: float | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, int, int]:
-    """The newest queries ``q [B, Hq, n, D]`` over their past, whose last ``n`` rows are their own.
+    """The newest queries ``q [B, Hq, n, D]`` over their past, whose last ``n`` rows are their own; ``n`` is 1 or more.
 
     Gives ``[B, Hq, n, Dv]``, and how many key blocks all query blocks of all heads attend and could attend.
 
@@ -75,6 +75,7 @@ def attend_past(
     mandatory ones.
     """
     heads_kv = sum(len(heads) for heads, _ in pasts)
+    config = config.within(q.shape[2], max(len(past) for _, past in pasts))
     order: list[tuple[int, ...]] = []
     outs, lses, visited, visible = [], [], 0, 0
     for heads, past in pasts:

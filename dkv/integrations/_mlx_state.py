@@ -9,12 +9,11 @@ import mlx.core as mx
 import numpy as np
 
 from dkv.cache.loading import check_lengths, fitting_blocks
-from dkv.cache.mlx_layer import LayerCache
+from dkv.cache.mlx_layer import FLOATS, LayerCache
 from dkv.config import DKVConfig, HeadGroup
 
 VERSION = 1
 WHERE = "state of a DKV cache"
-FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
 
 def state_of(layer: LayerCache) -> dict[str, Any]:

@@ -60,17 +60,20 @@ class DKVCache(mlx_cache._BaseCache):
         """Store a chunk's rows; what is returned is for the hooked attention function alone."""
         if not hook.hooked:
             raise RuntimeError("no model attends through dkv: call dkv.integrations.mlx_lm.attach(model) first")
-        if self._awaited is not None:
-            raise RuntimeError(
-                "a DKV cache was given keys that were never attended, as after an interrupted step: "
-                "go on from a copy made before, or from a new cache"
-            )
+        self._check_settled()
         length = keys.shape[2]
         spans = self._spans(length)
         self.layer.append(keys, values, spans)
         self._awaited = (length, spans)
         rows = max(self.layer.tokens)
         return tuple(hook.DKVRows(self, (*part.shape[:2], rows, part.shape[3]), part.dtype) for part in (keys, values))  # type: ignore[return-value]
+
+    def _check_settled(self) -> None:
+        if self._awaited is not None:
+            raise RuntimeError(
+                "a DKV cache was given keys that were never attended, as after an interrupted step: "
+                "go on from a copy made before, or from a new cache"
+            )
 
     def _spans(self, length: int) -> Spans | None:
         return None
@@ -132,6 +135,7 @@ class DKVCache(mlx_cache._BaseCache):
     @property
     def state(self) -> dict[str, mx.array]:
         """Every array held, and a header: all that a file needs to go on from."""
+        self._check_settled()
         return state_of(self.layer)
 
     @state.setter
@@ -179,6 +183,7 @@ class DKVCache(mlx_cache._BaseCache):
         for cache in caches:
             if not isinstance(cache, DKVCache) or cache.layer.batch_size > 1:
                 raise ValueError(f"caches to merge must be DKV caches of one sequence, got {cache!r:.80}")
+            cache._check_settled()
             layers.append(_copied(cache.layer, [0]))
         batch = BatchDKVCache.__new__(BatchDKVCache)
         batch._take(joined(layers))
@@ -276,6 +281,7 @@ class BatchDKVCache(DKVCache):
 
     def extract(self, idx: int) -> DKVCache:
         """One sequence on its own."""
+        self._check_settled()
         single = DKVCache.__new__(DKVCache)
         single._take(_copied(self.layer, [idx]))
         return single
