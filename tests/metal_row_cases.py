@@ -63,6 +63,7 @@ def _compress_inputs(
         x[0, 0] = x[0, 0, :1]  # a head without spread
         x[..., 1] = x[:, :, :1, 1]  # a channel without any
     made.v[-1] *= np.float32(1e-9)  # of no energy
+    made.v[0, -1, 5:7] = 0  # rows without a direction
     if spread:
         sizes = (10.0 ** rng.uniform(-spread, spread, dim)).astype(np.float32)
         made = made._replace(k=made.k * sizes)
