@@ -28,14 +28,14 @@ def test_python_blocks_run(capsys):
 
 def test_ci_reads_its_command_from_the_readme():
     assert 'pip install -e ".[demo]" && dkv demo' in TEXT.splitlines()
-    assert 'pip install -e ".[test]" && TRITON_INTERPRET=1 pytest -n 2 --dist loadfile' in TEXT.splitlines()
+    assert 'pip install -e ".[test]" && TRITON_INTERPRET=1 pytest' in TEXT.splitlines()
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     pattern = re.search(r"grep -m1 -E '(.*)' README\.md", script)
     assert pattern is not None
     found = subprocess.run(
         ["grep", "-m1", "-E", pattern.group(1), "README.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == 'pip install -e ".[test]" && TRITON_INTERPRET=1 pytest -n 2 --dist loadfile'
+    assert found.stdout.strip() == 'pip install -e ".[test]" && TRITON_INTERPRET=1 pytest'
 
 
 def test_links_lead_somewhere():
