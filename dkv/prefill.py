@@ -50,12 +50,13 @@ def prefill_attention(
     chosen = resolve(backend, q=q, k=k, v=v, block_indices=block_indices, sink=sink)
     check.check_device(q=q, k=k, v=v, block_indices=block_indices, sink=sink)
     module = op_module(chosen, "prefill")
-    size, query_block = config.prefill_keys, min(config.prefill_block, max(1, q.shape[2]))  # as far as there are rows
+    config = config.within(max(1, q.shape[2]), k.shape[2])
+    size, query_block = config.prefill_keys, config.prefill_block
     if block_indices is None:
         top_k, ratio, mass = config.prefill_limits()
         limits = {"stride": config.prefill_stride, "ratio": ratio, "mass": mass}
         block_indices = module.select_key_blocks(
-            q, k, size, query_block, top_k, min(config.prefill_window, k.shape[2]), scale, **limits
+            q, k, size, query_block, top_k, config.prefill_window, scale, **limits
         )
     else:
         sizes = {"B": q.shape[0], "Hkv": k.shape[1], "n": -(-q.shape[2] // query_block)}

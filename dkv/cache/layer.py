@@ -223,10 +223,11 @@ class LayerCache:
             low, tokens = sequences.start, self.tokens[sequences.start]
             at = torch.arange(q.shape[2], device=q.device) if padding is None else padding[low].nonzero().flatten()
             at = at[max(0, self.config.prefill_dense_below - tokens + len(at)) :]
+            pasts = self._pasts(sequences)
             for part, config, selects, newer in self._stretches(at):
                 state, visited, visible = attend_past(
                     q[sequences].index_select(2, part),
-                    [(heads, past.without(newer)) for heads, past in self._pasts(sequences)],
+                    [(heads, past.without(newer)) for heads, past in pasts],
                     selects,
                     config,
                     scale,

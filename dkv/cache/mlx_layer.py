@@ -16,7 +16,7 @@ from dkv._checks import check_count
 from dkv._dispatch import op_module
 from dkv.cache.heads import check_groups, one_group, pick, put_back
 from dkv.cache.lengths import check_crop, due_blocks
-from dkv.cache.mlx_prefill import Past, attend_past
+from dkv.cache.mlx_prefill import attend_past, every_row
 from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
 from dkv.compress import compress_blocks
 from dkv.config import DKVConfig, HeadGroup
@@ -236,9 +236,9 @@ class LayerCache:
             blocks = next(stored) if self.blocks and config is not None else None
             if blocks is not None and closed:
                 every = dataclasses.replace(blocks, block_counts=None)
-                pasts.append(Past(heads, k, v, sinks, every.map(lambda part: part[sequences, :closed])))
+                pasts.append(every_row(heads, k, v, sinks, every.map(lambda part: part[sequences, :closed])))
             else:
-                pasts.append(Past(heads, k, v, sinks, None))
+                pasts.append(every_row(heads, k, v, sinks, None))
         selects = self.selects or (self.config.prefill_share == 1,) * self.k_rows.shape[1]
         tail = min(self.config.prefill_tail, q.shape[2])  # attends everything
         head, outs = q.shape[2] - tail, []

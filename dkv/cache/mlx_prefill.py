@@ -15,28 +15,30 @@ from dkv.types import CompressedBlocks
 
 
 class Past(NamedTuple):
-    """Rows of some kv heads, of sequences of equal length; the first ``sinks`` lie before the blocks."""
+    """Rows of some kv heads, of sequences of equal length: ``k`` and ``v [B, H, tokens, D or Dv]``, oldest first."""
 
     heads: tuple[int, ...]
     k: mx.array
     v: mx.array
-    sinks: int
-    blocks: CompressedBlocks | None
 
     def without(self, newest: int) -> Past:
-        """All but the newest rows, which are exact ones."""
+        """All but the newest rows."""
         stop = self.k.shape[2] - newest
         return self._replace(k=self.k[:, :, :stop], v=self.v[:, :, :stop])
 
-    def every_row(self) -> tuple[mx.array, mx.array]:
-        """Sink rows, those that the blocks stand for, window: ``[B, H, tokens, D or Dv]``."""
-        if self.blocks is None:
-            return self.k, self.v
-        rebuilt = op_module("mlx", "compress").reconstruct_blocks(self.blocks)
-        return tuple(
-            mx.concatenate([exact[:, :, : self.sinks], closed, exact[:, :, self.sinks :]], axis=2)
-            for exact, closed in zip((self.k, self.v), rebuilt, strict=True)
-        )  # type: ignore[return-value]
+
+def every_row(
+    heads: tuple[int, ...], k: mx.array, v: mx.array, sinks: int, blocks: CompressedBlocks | None
+) -> Past:
+    """The exact rows ``k`` and ``v``, and behind the first ``sinks`` of them those that the blocks stand for."""
+    if blocks is None:
+        return Past(heads, k, v)
+    rebuilt = op_module("mlx", "compress").reconstruct_blocks(blocks)
+    joined = (
+        mx.concatenate([exact[:, :, :sinks], closed, exact[:, :, sinks:]], axis=2)
+        for exact, closed in zip((k, v), rebuilt, strict=True)
+    )
+    return Past(heads, *joined)
 
 
 def attend_past(
@@ -52,15 +54,13 @@ def attend_past(
     ``selects [Hkv]`` says which kv heads select key blocks beyond the mandatory ones.
     """
     heads_kv, heads_q = len(selects), q.shape[1]
-    closed = max(0 if past.blocks is None else past.blocks.num_blocks * past.blocks.block_size for past in pasts)
-    config = config.within(q.shape[2], closed + max(past.k.shape[2] for past in pasts))
+    config = config.within(q.shape[2], max(past.k.shape[2] for past in pasts))
     order, outs = [], []
     for past in pasts:
-        rows = past.every_row()
         for wanted, places in by_choice(past.heads, selects):
             own = tuple(past.heads[place] for place in places)
             own_sink = None if sink is None else pick(sink.reshape(1, heads_q), own, heads_kv).reshape(-1)
-            k, v = (pick(x, places, len(past.heads)) for x in rows)
+            k, v = (pick(x, places, len(past.heads)) for x in (past.k, past.v))
             order.append(own)
             outs.append(_attend(pick(q, own, heads_kv), k, v, wanted, config, sm_scale, own_sink))
     return put_back(outs, order)
