@@ -469,3 +469,20 @@ def _known(what: str, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"unknown {what} fields {unknown}; known are {sorted(known)}")
     return dict(values)
+
+
+def sampled_queries(length: int, prefill_block: int, stride: int) -> list[int]:
+    """The queries of a chunk that are scored: the last of every ``stride`` of a query block, and its last."""
+    found = []
+    for start in range(0, length, prefill_block):
+        stop = min(start + prefill_block, length)
+        found += [min(first + stride, stop) - 1 for first in range(start, stop, stride)]
+    return found
+
+
+def selection_width(
+    count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int, ratio: float
+) -> int:
+    """Room for the most that a query block may choose, and for every block that its window can touch."""
+    most = min(top_k, math.ceil(ratio * count))
+    return min(count, max(most, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))

@@ -5,17 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dkv.config import sampled_queries, selection_width
+
 SCORED_QUERIES = 512  # per head, in one product
 SCORED_NUMBERS = 64 << 20  # logits of one product
-
-
-def sampled_queries(length: int, prefill_block: int, stride: int) -> list[int]:
-    """The queries that are scored: the last of every ``stride`` of a query block, and its last."""
-    found = []
-    for start in range(0, length, prefill_block):
-        stop = min(start + prefill_block, length)
-        found += [min(first + stride, stop) - 1 for first in range(start, stop, stride)]
-    return found
 
 
 def sampled_scores(
@@ -108,11 +101,3 @@ def choose_blocks(
         usable &= ~enough | (rank < pinned.sum(-1, keepdim=True))
     chosen = torch.where(usable, order, count).sort(dim=-1).values
     return torch.where(chosen < count, chosen, -1).int()
-
-
-def selection_width(
-    count: int, block_size: int, prefill_block: int, top_k: int, prefill_window: int, ratio: float
-) -> int:
-    """Room for the most that a query block may choose, and for every block that its window can touch."""
-    most = min(top_k, int(-(-ratio * count // 1)))
-    return min(count, max(most, 2 + (prefill_window + prefill_block + block_size - 2) // block_size))

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dkv.config import selection_width
+
 from ._dots import device, max_of, rounded, sum_of
 from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
 from ._rows import NONE, capped, softmax_step
-from ._sample import block_shares, choose_blocks, sampled_scores, selection_width
+from ._sample import block_shares, choose_blocks, sampled_scores
 
 
 class PrefillConfig(NamedTuple):
