@@ -12,6 +12,19 @@ RESIDUAL_GROUP = 128  # kept rows that share one scale per channel
 EIGHTHS = 8  # of a key's channels, each with a width of its own
 MAX_BLOCK_SIZE = 256  # residual positions are uint8
 MAX_RANK = 128
+HALF_TOP = 14  # units put the largest stored number of a group near 2**14, well inside float16
+# [bits]: parts of a group's range that its codes may cover; where the tails are few, a finer step pays for them.
+CLIPS = (
+    (1.0,),
+    (1.0, 0.75, 0.6, 0.5, 0.42, 0.35, 0.3),
+    (1.0, 0.85, 0.75, 0.65, 0.55, 0.47),
+    (1.0, 0.9, 0.8, 0.7, 0.6),
+    (1.0, 0.94, 0.87, 0.8, 0.72),
+    (1.0, 0.95, 0.9),
+    (1.0,),
+    (1.0,),
+    (1.0,),
+)
 FACTOR_BITS = (8, 16, 32)
 MAX_CODE_BITS = 8
 EXACT_BITS = 16  # the cache's own dtype

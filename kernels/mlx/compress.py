@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from dkv.types import BlockFormat, CompressedBlocks, code_bytes
+from dkv.types import CLIPS, BlockFormat, CompressedBlocks, code_bytes
 
 from ._format import WIDTHS, at_least, code_runs
 from ._metal import absent, float_bits, integers, kernel, padded
 from .twin import compress as twin
-from .twin._storage import CLIPS, Segments, group_count, two_to
+from .twin._storage import Segments, group_count, two_to
 from .twin.compress import reconstruct_blocks, stored_factors, truncated_svd
 
 __all__ = ["compress_blocks", "reconstruct_blocks"]  # rebuilding is for inspection, and runs as the twin does

@@ -5,20 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dkv.types import RESIDUAL_GROUP, CompressedBlocks, code_parts
-
-HALF_TOP = 14  # units put the largest stored number of a group near 2**14, well inside float16
-# Parts of a group's range that its codes may cover, by their bits; where the tails are few, a finer step pays for them.
-CLIPS = {
-    1: (1, 0.75, 0.6, 0.5, 0.42, 0.35, 0.3),
-    2: (1, 0.85, 0.75, 0.65, 0.55, 0.47),
-    3: (1, 0.9, 0.8, 0.7, 0.6),
-    4: (1, 0.94, 0.87, 0.8, 0.72),
-    5: (1, 0.95, 0.9),
-    6: (1,),
-    7: (1,),
-    8: (1,),
-}
+from dkv.types import CLIPS, HALF_TOP, RESIDUAL_GROUP, CompressedBlocks, code_parts
 
 Segments = tuple[tuple[int, int], ...]  # (channels, bits) of each run of equally wide channels
 

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dkv.types import RESIDUAL_GROUP, code_bytes
+from dkv import types
+from dkv.types import CLIPS, RESIDUAL_GROUP, code_bytes
 
 from ._cast import widened
 from ._launch import launch, power_of_two
@@ -27,19 +28,7 @@ from ._wide import (
 
 WORKSPACE_BYTES = 256 << 20  # codes before they are packed
 TILE = 8192  # numbers of a tile
-HALF_TOP = tl.constexpr(14)  # units put the largest stored number of a group near 2**14, well inside float16
-# [bits]: parts of a group's range that its codes may cover; where the tails are few, a finer step pays for them.
-CLIPS = (
-    (1.0,),
-    (1.0, 0.75, 0.6, 0.5, 0.42, 0.35, 0.3),
-    (1.0, 0.85, 0.75, 0.65, 0.55, 0.47),
-    (1.0, 0.9, 0.8, 0.7, 0.6),
-    (1.0, 0.94, 0.87, 0.8, 0.72),
-    (1.0, 0.95, 0.9),
-    (1.0,),
-    (1.0,),
-    (1.0,),
-)
+HALF_TOP = tl.constexpr(types.HALF_TOP)
 MOST_CLIPS = 8  # a power of two
 
 Segments = tuple[tuple[int, int], ...]  # (channels, bits) of each run of equally wide channels
