@@ -7,10 +7,10 @@ other one; transports add their own headers. Times are of processes that share t
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 from dkv import DKVConfig, distributed
 from dkv.benches.decode import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, _tiled_blocks
+from dkv.cli._common import write_json
 
 STEPS = 5
 
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contexts", default="4096,32768,131072")
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     contexts = [int(each) for each in options.contexts.split(",")]
     rows: list[dict[str, Any]] = []
@@ -83,10 +84,7 @@ def main() -> None:
             rows += list(results)
     for row in rows:
         print(row)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(rows, file, indent=2)
-            file.write("\n")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dkv.benches import induction
+from dkv.cli._common import write_json
 
 MIB = 1 << 20
 
@@ -23,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contexts", default="4096,8192,16384,32768,65536,131072")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=("dense", "dkv"), help="in this process")
     options = parser.parse_args()
     contexts = [int(each) for each in options.contexts.split(",")]
@@ -47,10 +49,7 @@ def main() -> None:
                     f"{row['cache_bytes'] / MIB:.1f} MiB, process grew by {grown:.1f} MiB, {row['seconds']} s",
                     flush=True,
                 )
-            if options.json:
-                with open(options.json, "w") as file:
-                    json.dump(rows, file, indent=2)
-                    file.write("\n")
+            write_json(options.json, rows)
 
 
 if __name__ == "__main__":

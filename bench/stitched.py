@@ -9,7 +9,7 @@ of the compressed cache with all of its blocks, and with those that are routed f
 from __future__ import annotations
 
 import argparse
-import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 import dkv
 from dkv import DKVConfig, HeadProfile
 from dkv.benches import needle
+from dkv.cli._common import write_json
 from dkv.integrations.transformers import attending
 from dkv.models import load
 
@@ -102,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contexts", default="4096,8192,16384,32768,65536,131072")
     parser.add_argument("--top-k", type=int, default=16)
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     contexts = sorted(int(each) for each in options.contexts.split(","))
     if any(context % SEGMENT or context < 4 * SEGMENT for context in contexts):
@@ -124,10 +125,7 @@ def main() -> None:
             qkv = stitched(model, [*parts, segment(model, ids, layer)])
             rows.append({"layer": layer, **row(*qkv, DKVConfig(top_k=options.top_k))})
             print(rows[-1], flush=True)
-            if options.json:
-                with open(options.json, "w") as file:
-                    json.dump(rows, file, indent=2)
-                    file.write("\n")
+            write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import dkv
+from dkv.benches.timing import milliseconds
 from dkv.cache.layer import FIRST_STEPS, LayerCache
 from dkv.config import DKVConfig
 from dkv.types import CompressedBlocks
@@ -79,7 +79,7 @@ def run(
             for turn in range((repeats + 1) * period):
                 for name, step in steps.items():
                     if name != "sdpa" or turn % period == 0:
-                        turns[name].append(_milliseconds(step, device))
+                        turns[name].append(milliseconds(step, device))
             close_ms = _close_ms(layer, device)
         dkv_ms = [turns["dkv"][i : i + period] for i in range(period, len(turns["dkv"]), period)]  # the first warms up
         ms = statistics.median(map(statistics.fmean, dkv_ms)) + close_ms / config.block_size
@@ -145,17 +145,4 @@ def _tiled_blocks(k: torch.Tensor, v: torch.Tensor, num_blocks: int, config: DKV
 def _close_ms(layer: LayerCache, device: str) -> float:
     """Milliseconds that closing one block takes; ``layer`` stays as it is."""
     rows = layer.rows[0] - layer.config.sink_tokens - layer.config.block_size
-    return statistics.median(_milliseconds(lambda: copy.copy(layer).close(rows), device) for _ in range(3))
-
-
-def _milliseconds(step: Callable[[], Any], device: str) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    step()
-    _synchronize(device)
-    return (time.perf_counter() - start) * 1e3
-
-
-def _synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+    return statistics.median(milliseconds(lambda: copy.copy(layer).close(rows), device) for _ in range(3))

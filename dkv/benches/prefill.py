@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 import dkv
 from dkv.benches.decode import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS
+from dkv.benches.timing import milliseconds
 from dkv.config import DKVConfig
 
 CONTEXTS = (4096, 8192, 16384, 32768, 65536)
@@ -62,9 +62,9 @@ def run(
                 sparse()
                 dense()
             for _ in range(repeats if context <= LONG else 1):
-                ours.append(_milliseconds(sparse, device))
-                theirs.append(_milliseconds(dense, device))
-                ours.append(_milliseconds(sparse, device))
+                ours.append(milliseconds(sparse, device))
+                theirs.append(milliseconds(dense, device))
+                ours.append(milliseconds(sparse, device))
         ms, dense_ms = statistics.median(ours), statistics.median(theirs)
         shorter = next((row["ms"] for row in rows if row["context"] * 4 == context), None)
         rows.append(
@@ -81,16 +81,3 @@ def run(
             }
         )
     return rows
-
-
-def _milliseconds(step: Callable[[], Any], device: str) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    step()
-    _synchronize(device)
-    return (time.perf_counter() - start) * 1e3
-
-
-def _synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
