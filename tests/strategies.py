@@ -168,3 +168,24 @@ def cases(draw: st.DrawFn, minmax: bool = False, full: bool = True, min_batch: i
 more = settings(max_examples=4 * settings().max_examples)  # for the parity of an op
 softcaps = st.sampled_from([None, 2.0, 30.0])
 scales = st.sampled_from([None, 0.3])
+
+
+def special_scores(rng: np.random.Generator, size: int) -> np.ndarray:
+    """Scores ``[2, 2, size]`` with zeros of both signs, infinities and NaN, plain ones, and ties everywhere."""
+    special = [0.0, -0.0, 0.25, 1.0, np.nan, np.inf, -np.inf, 1e-30, -3e38, -1.0, -2.0]
+    score = rng.choice(special, (2, 2, size)).astype(np.float32)
+    score[1] = rng.standard_normal((2, size))
+    score[1, 1, 5:] = 0.5
+    return score
+
+
+def stable_selection(score: np.ndarray, counts: np.ndarray, top_k: int, first: int, last: int) -> np.ndarray:
+    """A stable sort of ``score [B, H, N]``: pinned blocks, then the highest, NaN as -inf."""
+    out = np.full((*score.shape[:2], min(top_k, score.shape[2])), -1)
+    for b, h in np.ndindex(*score.shape[:2]):
+        slots = np.arange(counts[b])
+        key = np.where(np.isnan(score[b, h, slots]), -np.inf, score[b, h, slots]).astype(np.float64)
+        pinned = (slots < first) | (slots >= counts[b] - last)
+        chosen = np.sort(np.lexsort((slots, -key, ~pinned))[:top_k])
+        out[b, h, : len(chosen)] = chosen
+    return out

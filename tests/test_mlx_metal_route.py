@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 mx: Any = pytest.importorskip("mlx.core")
 from metal_cases import BUILDS, of_build  # noqa: E402
 from metal_host import MODES, metal, needs_host  # noqa: E402
-from strategies import scales  # noqa: E402
+from strategies import scales, special_scores, stable_selection  # noqa: E402
 
 from dkv import testing  # noqa: E402
 from dkv._dispatch import op_module  # noqa: E402
@@ -28,7 +28,6 @@ FORMATS = [
     BlockFormat(256, 5, 255, **MIXED, minmax=True),
     BlockFormat(140, 0, 130, **MIXED, minmax=True),
 ]
-SPECIAL = [0.0, -0.0, 0.25, 1.0, np.nan, np.inf, -np.inf, 1e-30, -3e38, -1.0, -2.0]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -64,31 +63,17 @@ def test_parity_of_scores(fmt: BlockFormat, router: str) -> None:
     np.testing.assert_allclose(testing.to_numpy(got).reshape(want.shape), want, rtol=2e-6, atol=1e-5)
 
 
-def stable(score: np.ndarray, counts: np.ndarray, top_k: int, first: int, last: int) -> np.ndarray:
-    """A stable sort of ``score [B, H, N]``: pinned blocks, then the highest, NaN as -inf."""
-    out = np.full((*score.shape[:2], min(top_k, score.shape[2])), -1)
-    for b, h in np.ndindex(*score.shape[:2]):
-        slots = np.arange(counts[b])
-        key = np.where(np.isnan(score[b, h, slots]), -np.inf, score[b, h, slots]).astype(np.float64)
-        pinned = (slots < first) | (slots >= counts[b] - last)
-        chosen = np.sort(np.lexsort((slots, -key, ~pinned))[:top_k])
-        out[b, h, : len(chosen)] = chosen
-    return out
-
-
 @pytest.mark.parametrize("size", [1, 7, 129, 1100])
 @pytest.mark.parametrize("mode", ["checked", "random"])
 def test_selection_is_a_stable_sort(mode: str, size: int) -> None:
     rng = np.random.default_rng(size)
-    score = rng.choice(SPECIAL, (2, 2, size)).astype(np.float32)
-    score[1] = rng.standard_normal((2, size))
-    score[1, 1, 5:] = 0.5  # ties everywhere
+    score = special_scores(rng, size)
     counts = np.array([size, max(0, size - 7)], np.int32)
     for top_k, first, last in ((9, 2, 1), (1000, 0, 3), (size + 1, 0, 0)):
         with metal(mode):
             got = op_module("mlx-metal", "route").select_blocks(mx.array(score), mx.array(counts), top_k, first, last)
             got = testing.to_numpy(got)
-        assert np.array_equal(got, stable(score, counts, top_k, first, last))
+        assert np.array_equal(got, stable_selection(score, counts, top_k, first, last))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 50), (3, 1, 40), (2, 9, 20), (1, 70, 300)])
@@ -117,5 +102,5 @@ def test_selection_from_scores(shape: tuple[int, int, int]) -> None:
         with metal("checked"):
             select = op_module("mlx-metal", "route").select_scores
             got = testing.to_numpy(select(mx.array(scores), mx.array(counts), 2, 3, top_k, first, last))
-        want = stable(mean.reshape(2, 2, -1), counts, top_k, first, last).reshape(4, -1)
+        want = stable_selection(mean.reshape(2, 2, -1), counts, top_k, first, last).reshape(4, -1)
         assert got.shape == (4, 3, top_k) and (got == want[:, None]).all()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import BACKENDS
+from strategies import BACKENDS, special_scores, stable_selection
 
 from dkv import testing
 
 pytestmark = pytest.mark.skipif("triton" not in BACKENDS, reason="the triton backend does not run here")
-SPECIAL = [0.0, -0.0, 0.25, 1.0, np.nan, np.inf, -np.inf, 1e-30, -3e38, -1.0, -2.0]
 
 
 def kernels():
@@ -18,28 +17,14 @@ def kernels():
     return _select
 
 
-def stable(score: np.ndarray, counts: np.ndarray, top_k: int, first: int, last: int) -> np.ndarray:
-    """A stable sort of ``score [B, H, N]``: pinned blocks, then the highest, NaN as -inf."""
-    out = np.full((*score.shape[:2], min(top_k, score.shape[2])), -1)
-    for b, h in np.ndindex(*score.shape[:2]):
-        slots = np.arange(counts[b])
-        key = np.where(np.isnan(score[b, h, slots]), -np.inf, score[b, h, slots]).astype(np.float64)
-        pinned = (slots < first) | (slots >= counts[b] - last)
-        chosen = np.sort(np.lexsort((slots, -key, ~pinned))[:top_k])
-        out[b, h, : len(chosen)] = chosen
-    return out
-
-
 @pytest.mark.parametrize("size", [129, 2048, 2100, 4500])
 def test_triton_selects_among_many_blocks_as_a_stable_sort_does(size: int) -> None:
     rng = np.random.default_rng(size)
-    score = rng.choice(SPECIAL, (2, 2, size)).astype(np.float32)
-    score[1] = rng.standard_normal((2, size))
-    score[1, 1, 5:] = 0.5  # ties everywhere
+    score = special_scores(rng, size)
     counts = np.array([size, size - 7], np.int32)
     for top_k, first, last in ((9, 2, 1), (1000, 0, 3), (size + 1, 0, 0)):
         got = kernels().select_blocks(*testing.to_library([score, counts], "torch"), top_k, first, last)
-        assert np.array_equal(testing.to_numpy(got), stable(score, counts, top_k, first, last))
+        assert np.array_equal(testing.to_numpy(got), stable_selection(score, counts, top_k, first, last))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +57,7 @@ def test_triton_selects_from_scores(shape: tuple[int, int, int], fewer_rows: boo
     arguments = testing.to_library([scores, counts, rows if fewer_rows else None], "torch")
     for pins in (select.Pins(5, 1), select.Pins(7, 0, 2)):
         got = select.select_scores(*arguments[:2], 2, 3, pins, 7, arguments[2])
-        want = stable(mean.reshape(2, 2, -1), counts, pins.top_k, pins.sink, pins.recent).reshape(4, -1)
+        want = stable_selection(mean.reshape(2, 2, -1), counts, pins.top_k, pins.sink, pins.recent).reshape(4, -1)
         got = testing.to_numpy(got)
         assert got.shape == (4, 3, 7) and (got[:, :, pins.top_k :] == -1).all()
         assert (got[:, :, : pins.top_k] == want[:, None]).all()
