@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import dkv  # noqa: E402
 from dkv import DKVConfig  # noqa: E402
-from dkv.cache import mlx_layer  # noqa: E402
+from dkv.cache import closing  # noqa: E402
 from dkv.cache.layer import LayerCache as TorchLayer  # noqa: E402
 from dkv.cache.mlx_layer import LayerCache, joined  # noqa: E402
 from dkv.config import HeadGroup  # noqa: E402
@@ -42,13 +42,15 @@ def to_mx(x):
 
 def compress_as_torch(k, v, *, config, channel_weight=None):
     """Codes may differ by a rounding; the runtimes are compared on the same ones."""
+    if isinstance(k, torch.Tensor):
+        return dkv.compress_blocks(k, v, config=config, channel_weight=channel_weight)
     as_torch = [None if x is None else torch.from_numpy(np.array(x)) for x in (k, v, channel_weight)]
     return to_mx(dkv.compress_blocks(*as_torch[:2], config=config, channel_weight=as_torch[2]))
 
 
 @pytest.fixture(autouse=True)
 def _same_blocks(monkeypatch):
-    monkeypatch.setattr(mlx_layer, "compress_blocks", compress_as_torch)
+    monkeypatch.setattr(closing, "compress_blocks", compress_as_torch)
 
 
 def rows_of(seed, *shape):

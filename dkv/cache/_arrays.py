@@ -39,6 +39,15 @@ def integers(values: Sequence[int], like: Array) -> Array:
     return mx.array(list(values), dtype=mx.int32)
 
 
+def weights(values: Sequence[Sequence[float]], like: Array) -> Array:
+    """Numbers beside ``like``: float64 in torch, float32 in mlx, whose GPU has no wider one."""
+    if _is_torch(like):
+        torch = importlib.import_module("torch")
+        return torch.tensor(values, dtype=torch.float64, device=like.device)
+    mx = _mx()
+    return mx.array(values, dtype=mx.float32)
+
+
 def copied(part: Array) -> Array:
     """A part of an array on its own, so that the whole is freed."""
     return part.clone() if _is_torch(part) else _mx().contiguous(part)

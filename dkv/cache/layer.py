@@ -12,12 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dkv._checks import check_count
+from dkv.cache.closing import close_blocks
 from dkv.cache.heads import check_groups, one_group, pick, put_back
-from dkv.cache.lengths import check_crop, due_blocks
-from dkv.cache.pool import cut_blocks, join_blocks, stack_rows, with_counts
+from dkv.cache.lengths import check_crop
+from dkv.cache.pool import cut_blocks, with_counts
 from dkv.cache.prefill import Past, attend_past
-from dkv.compress import compress_blocks
 from dkv.config import DKVConfig, HeadGroup
 from dkv.kernels.torch._storage import Selected
 from dkv.kernels.torch.decode import attend_rows, choose, merge_selected
@@ -408,54 +407,8 @@ class LayerCache:
         A block closes once the window holds ``window + block_size`` rows, so the same blocks close at the same tokens
         however the tokens came.
         """
-        check_count("window", window)
-        size = self.config.block_size
-        sinks, due = due_blocks(self.config, self.tokens, self.rows, window)
-        if not any(due):
-            return
-        assert self.k_rows is not None and self.v_rows is not None
-        groups = self.stored_groups()
-        new = [self._compressed(group, sinks, due) for group in groups]  # all of them before any is kept
-        old: Sequence[CompressedBlocks | None] = self.blocks or (None,) * len(groups)
-        self.blocks = tuple(
-            join_blocks(before, self.block_counts, after, due) for before, after in zip(old, new, strict=True)
-        )
-        self.block_counts = [a + b for a, b in zip(self.block_counts, due, strict=True)]
-        self._forget_selection()
-        left = [row - count * size for row, count in zip(self.rows, due, strict=True)]
-        capacity = -(-max(left) // size) * size
-        self.k_rows = self._without(self.k_rows, sinks, due, capacity)
-        self.v_rows = self._without(self.v_rows, sinks, due, capacity)
-        self.rows = left
-
-    def _compressed(self, group: HeadGroup, sinks: list[int], due: list[int]) -> CompressedBlocks:
-        """The rows that are due, ``due[b]`` blocks behind ``sinks[b]`` rows, of a group's heads."""
-        size = self.config.block_size
-        if len(set(due)) == 1 and len(set(sinks)) == 1:
-            return self._compressed_rows(group, slice(None), slice(sinks[0], sinks[0] + due[0] * size))
-        rows = [
-            self._compressed_rows(group, slice(row, row + 1), slice(sink, sink + count * size)) if count else None
-            for row, (sink, count) in enumerate(zip(sinks, due, strict=True))
-        ]
-        return stack_rows(rows)
-
-    def _compressed_rows(self, group: HeadGroup, sequences: slice, rows: slice) -> CompressedBlocks:
-        assert self.k_rows is not None and self.v_rows is not None
-        closing = [buffer[sequences, :, rows] for buffer in (self.k_rows, self.v_rows)]
-        k, v = (pick(each, group.heads, each.shape[1]) for each in closing)
-        weight = None
-        if group.channel_weight is not None:
-            weight = torch.tensor(group.channel_weight, dtype=torch.float64, device=k.device)
-        return compress_blocks(k, v, config=group.config, channel_weight=weight)
-
-    def _without(self, buffer: Tensor, sinks: list[int], due: list[int], capacity: int) -> Tensor:
-        """A new, smaller buffer without the closed rows."""
-        kept = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[3])
-        size = self.config.block_size
-        for row, (sink, count, stored) in enumerate(zip(sinks, due, self.rows, strict=True)):
-            kept[row, :, :sink] = buffer[row, :, :sink]
-            kept[row, :, sink : stored - count * size] = buffer[row, :, sink + count * size : stored]
-        return kept
+        if close_blocks(self, window):
+            self._forget_selection()
 
     # surgery: each of these walks every part
 

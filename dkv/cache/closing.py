@@ -1,0 +1,68 @@
+"""Old exact rows of a layer become compressed blocks; layers of torch and of mlx alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dkv._checks import check_count
+from dkv.cache._arrays import Array, weights, zeros
+from dkv.cache.heads import pick
+from dkv.cache.lengths import due_blocks
+from dkv.cache.pool import join_blocks, stack_rows
+from dkv.compress import compress_blocks
+from dkv.config import HeadGroup
+from dkv.types import CompressedBlocks
+
+
+def close_blocks(layer: Any, window: int) -> bool:
+    """Compress the oldest full blocks of a ``LayerCache`` behind its sink tokens; whether there were any.
+
+    At least ``window`` rows stay exact. Nothing has changed where a block is refused.
+    """
+    check_count("window", window)
+    size = layer.config.block_size
+    sinks, due = due_blocks(layer.config, layer.tokens, layer.rows, window)
+    if not any(due):
+        return False
+    buffers, groups = (layer.k_rows, layer.v_rows), layer.stored_groups()
+    new = [_compressed(buffers, group, sinks, due, size) for group in groups]  # all of them before any is kept
+    old: Sequence[CompressedBlocks | None] = layer.blocks or (None,) * len(groups)
+    layer.blocks = tuple(
+        join_blocks(before, layer.block_counts, after, due) for before, after in zip(old, new, strict=True)
+    )
+    layer.block_counts = [a + b for a, b in zip(layer.block_counts, due, strict=True)]
+    left = [row - count * size for row, count in zip(layer.rows, due, strict=True)]
+    capacity = -(-max(left) // size) * size
+    closed = [count * size for count in due]
+    layer.k_rows, layer.v_rows = (_without(buffer, layer.rows, sinks, closed, capacity) for buffer in buffers)
+    layer.rows = left
+    return True
+
+
+def _compressed(
+    buffers: Sequence[Array], group: HeadGroup, sinks: list[int], due: list[int], size: int
+) -> CompressedBlocks:
+    """The rows that are due, ``due[b]`` blocks behind ``sinks[b]`` rows, of a group's heads."""
+    if len(set(due)) == 1 and len(set(sinks)) == 1:
+        return _compressed_rows(buffers, group, slice(None), slice(sinks[0], sinks[0] + due[0] * size))
+    rows = [
+        _compressed_rows(buffers, group, slice(row, row + 1), slice(sink, sink + count * size)) if count else None
+        for row, (sink, count) in enumerate(zip(sinks, due, strict=True))
+    ]
+    return stack_rows(rows)
+
+
+def _compressed_rows(buffers: Sequence[Array], group: HeadGroup, sequences: slice, rows: slice) -> CompressedBlocks:
+    k, v = (pick(buffer[sequences, :, rows], group.heads, buffer.shape[1]) for buffer in buffers)
+    weight = None if group.channel_weight is None else weights(group.channel_weight, k)
+    return compress_blocks(k, v, config=group.config, channel_weight=weight)
+
+
+def _without(buffer: Array, rows: list[int], sinks: list[int], closed: list[int], capacity: int) -> Array:
+    """A new, smaller buffer without the closed rows, ``closed[b]`` of them behind ``sinks[b]``."""
+    kept = zeros(buffer, (*buffer.shape[:2], capacity, buffer.shape[3]))
+    for row, (sink, gone, stored) in enumerate(zip(sinks, closed, rows, strict=True)):
+        kept[row, :, :sink] = buffer[row, :, :sink]
+        kept[row, :, sink : stored - gone] = buffer[row, :, sink + gone : stored]
+    return kept
