@@ -7,7 +7,6 @@ Every rank holds some of the blocks and gives the same queries. What is exchange
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from typing import Any, NamedTuple
 
@@ -22,9 +21,6 @@ from dkv.kernels.torch.route import route_scores
 from dkv.merge import merge_states
 from dkv.types import AttentionState, CompressedBlocks
 
-SHARED_PARTS = frozenset(  # by all heads of a block
-    ("u", "u_unit", "u_scale", "basis_k_scale", "basis_v_scale", "v_gain", "residual_indices", "block_counts")
-)
 MOST_SETTINGS = 8  # that ranks compare
 UNUSED, LOWEST = -2.0, -1.0  # as keys of the selection: below every block, and of a block without a probability
 
@@ -256,8 +252,7 @@ def head_shard(blocks: CompressedBlocks, start: int, stop: int) -> CompressedBlo
     check.check_count("stop", stop, start + 1)
     if stop > blocks.num_kv_heads:
         raise ValueError(f"stop must be at most {blocks.num_kv_heads} (kv heads), got {stop}")
-    own = {name: part[:, :, start:stop] for name, part in blocks.parts() if name not in SHARED_PARTS}
-    return dataclasses.replace(blocks, **own)
+    return blocks.map_heads(lambda part: part[:, :, start:stop])
 
 
 def _probabilities(

@@ -27,6 +27,9 @@ CLIPS = (
 )
 FACTOR_BITS = (8, 16, 32)
 MAX_CODE_BITS = 8
+SHARED_PARTS = frozenset(  # by all heads of a block
+    ("u", "u_unit", "u_scale", "basis_k_scale", "basis_v_scale", "v_gain", "residual_indices", "block_counts")
+)
 EXACT_BITS = 16  # the cache's own dtype
 
 
@@ -245,6 +248,11 @@ class CompressedBlocks:
     def map(self, fn: Callable[[Array], Array]) -> CompressedBlocks:
         """The same blocks with ``fn`` applied to every stored array."""
         return dataclasses.replace(self, **{name: fn(part) for name, part in self.parts()})
+
+    def map_heads(self, fn: Callable[[Array], Array]) -> CompressedBlocks:
+        """The same blocks with ``fn`` applied to every stored array that has a kv-head axis, its axis 2."""
+        own = {name: fn(part) for name, part in self.parts() if name not in SHARED_PARTS}
+        return dataclasses.replace(self, **own)
 
     @property
     def batch_size(self) -> int:

@@ -70,12 +70,13 @@ def _attend(
     q: mx.array, k: mx.array, v: mx.array, selects: bool, config: DKVConfig, sm_scale: float, sink: mx.array | None
 ) -> mx.array:
     prefill, size, block = op_module("mlx", "prefill"), config.prefill_keys, config.prefill_block
-    if selects:
-        top_k, ratio, mass = config.prefill_limits()
+    length, total = q.shape[2], k.shape[2]
+    count = -(-total // size)
+    top_k, ratio, mass = config.prefill_limits() if selects else (1, 1.0, 1.0)
+    if selects and (top_k < count or ratio < 1 or mass < 1):
         window, stride = config.prefill_window, config.prefill_stride
         lists = prefill.select_key_blocks(q, k, size, block, top_k, window, sm_scale, stride, ratio, mass)
     else:
-        length, total = q.shape[2], k.shape[2]
-        share = mx.zeros((*k.shape[:2], -(-length // block), -(-total // size)))
-        lists = choose_blocks(share, total, length, size, block, 1, config.prefill_window, 1.0, 1.0)
+        share = mx.zeros((*k.shape[:2], -(-length // block), count))
+        lists = choose_blocks(share, total, length, size, block, top_k, config.prefill_window, ratio, mass)
     return prefill.prefill_attention(q, k, v, lists, size, block, None, sink, sm_scale)[0]

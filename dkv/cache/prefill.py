@@ -104,13 +104,7 @@ def _of_heads(blocks: CompressedBlocks, places: Sequence[int]) -> CompressedBloc
     if len(places) == blocks.num_kv_heads:
         return blocks
     at = torch.tensor(places, device=blocks.anchor_k.device)
-    names = ("anchor_k", "anchor_v", "basis_k", "basis_v", "k_min", "k_max")
-    cut = {
-        name: part.index_select(2, at)
-        for name, part in blocks.parts()
-        if name in names or name.startswith(("residual_k", "residual_v"))
-    }
-    return dataclasses.replace(blocks, **cut)
+    return blocks.map_heads(lambda part: part.index_select(2, at))
 
 
 def _attend(
@@ -123,7 +117,7 @@ def _attend(
     every = torch.arange(total, device=q.device)
     step = max(1, WORKSPACE_BYTES // (4 * size * sum(x[:, :, :1].numel() for x in (past.k, past.v))))
     kept = None
-    if selects:
+    if selects and (top_k < count or ratio < 1 or mass < 1):
         scores = []
         for low in range(0, count, step):
             kept = past.take(every[low * size : (low + step) * size])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 # read where triton reads it: when kernels are decorated
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
+MOST_REGISTERS = 255  # a thread of NVIDIA's GPUs can have
 _alone = threading.Lock() if INTERPRETED else contextlib.nullcontext()  # the interpreter has one grid for all threads
 # takes (kernel, grid, arguments, options) instead of running it: the compile and traffic benches count launches so
 recorder: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None] | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from dkv.types import RESIDUAL_GROUP, CompressedBlocks
 
 from ._attend import attend
-from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
+from ._launch import INTERPRETED, MOST_REGISTERS, dot_dtype, launch, power_of_two
 from ._rows import key_codes, value_codes
 from .merge import merge_parts
 
@@ -86,7 +86,7 @@ def tiling(
     held = block_m * max(dim, 2 * power_of_two(rank))
     heavy = wide or held > 2048 or (held == 2048 and (rank > 0 or uneven))
     num_stages = 1 if dim > 128 or wide else 2
-    maxnreg = 255 if dim > 128 or wide else None
+    maxnreg = MOST_REGISTERS if dim > 128 or wide else None
     return Tiling(
         block_m, tile, slots, slot_splits, window_rows, window_splits, 8 if heavy else 4, num_stages, maxnreg
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from dkv.types import RESIDUAL_GROUP, CompressedBlocks
 
 from ._dots import device, dot, max_of, sum_of
-from ._launch import dot_dtype, launch, power_of_two
+from ._launch import MOST_REGISTERS, dot_dtype, launch, power_of_two
 from ._rows import (
     NONE,
     coded_logits,
@@ -290,7 +290,7 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
         "ROWS": tiles.rows,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
-        "maxnreg": 255 if wide and router != "minmax" else None,
+        "maxnreg": MOST_REGISTERS if wide and router != "minmax" else None,
     }
     parts = {name: part.contiguous() for name, part in blocks.parts()}
     if router == "minmax":
