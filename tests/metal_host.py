@@ -52,6 +52,26 @@ class Counted:
 
 
 @contextlib.contextmanager
+def compared_text() -> Iterator[set[str]]:
+    """Backend "mlx-metal", the source of every launch compared with that which MLX would compile; names what ran."""
+    seen: set[str] = set()
+
+    class Compared:
+        def __init__(self, **built: Any) -> None:
+            self.kernel = host("plain").metal_kernel(**built)
+
+        def __call__(self, *, inputs: list[Any], **call: Any) -> Any:
+            text = self.kernel.signature(inputs, call["output_dtypes"], call.get("template")).text
+            assert text == msl_host.mlx_text(self.kernel, inputs, **call)
+            seen.add(self.kernel.name.removeprefix("dkv_"))
+            return self.kernel(inputs=inputs, **call)
+
+    with metal("plain"):
+        _metal.builder = Compared
+        yield seen
+
+
+@contextlib.contextmanager
 def metal(mode: str, texts: Callable[[str], str] | None = None) -> Iterator[Host]:
     """Backend "mlx-metal" by the host in a mode of ``MODES``; ``texts`` gives other sources in place of the files'."""
     target, kept = host(mode), (_metal.builder, _metal.available, _metal.text)

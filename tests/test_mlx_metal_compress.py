@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 mx: Any = pytest.importorskip("mlx.core")
 import metal_mutants  # noqa: E402
-import msl_host  # noqa: E402
-from metal_host import MODES, host, metal, needs_host  # noqa: E402
+from metal_host import MODES, compared_text, metal, needs_host  # noqa: E402
 from metal_row_cases import COMPRESS, MIXED, arithmetic, assert_bytes_of_the_twin, compressed  # noqa: E402
 from strategies import widths  # noqa: E402
 
 import dkv  # noqa: E402
 from dkv import testing  # noqa: E402
-from dkv.kernels.mlx import _metal  # noqa: E402
 from dkv.types import BlockFormat  # noqa: E402
 
 pytestmark = needs_host
@@ -129,21 +127,8 @@ def test_compression_without_a_barrier_is_caught(mutant: metal_mutants.Mutant, c
 
 def test_the_text_is_the_one_that_mlx_compiles() -> None:
     """Of each kernel of compression and prefill, by exporting the call."""
-    seen: set[str] = set()
-
-    class Compared:
-        def __init__(self, **built: Any) -> None:
-            self.kernel = host("plain").metal_kernel(**built)
-
-        def __call__(self, *, inputs: list[Any], **call: Any) -> Any:
-            text = self.kernel.signature(inputs, call["output_dtypes"], call.get("template")).text
-            assert text == msl_host.mlx_text(self.kernel, inputs, **call)
-            seen.add(self.kernel.name.removeprefix("dkv_"))
-            return self.kernel(inputs=inputs, **call)
-
     made = testing.make_inputs(6, config=BlockFormat(16, 5, 6, **MIXED), dtype="float16", num_blocks=1, library="mlx")
-    with metal("plain"):
-        _metal.builder = Compared
+    with compared_text() as seen:
         compressed("mlx-metal", made, "distinct", {})
         dkv.prefill_attention(made.q, made.k, made.v, backend="mlx-metal")
     rows = {"gain", "unit_rows", "distinct", "select_rows", "row_order", "row_scales", "row_codes"}

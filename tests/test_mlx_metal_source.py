@@ -12,8 +12,7 @@ import pytest
 
 mx: Any = pytest.importorskip("mlx.core")
 import metal_mutants  # noqa: E402
-import msl_host  # noqa: E402
-from metal_host import host, metal, needs_host  # noqa: E402
+from metal_host import compared_text, host, metal, needs_host  # noqa: E402
 
 from dkv import testing  # noqa: E402
 from dkv._dispatch import op_module  # noqa: E402
@@ -69,29 +68,14 @@ def test_every_kernel_is_built_once_under_a_name_of_its_own() -> None:
 
 def test_the_text_is_the_one_that_mlx_compiles() -> None:
     """Of each kernel of a decode, by exporting the call; small arrays among them."""
-    seen: list[str] = []
-
-    class Compared:
-        def __init__(self, **built: Any) -> None:
-            self.kernel = host("plain").metal_kernel(**built)
-
-        def __call__(self, *, inputs: list[Any], **call: Any) -> Any:
-            text = self.kernel.signature(inputs, call["output_dtypes"], call.get("template")).text
-            assert text == msl_host.mlx_text(self.kernel, inputs, **call)
-            seen.append(self.kernel.name)
-            return self.kernel(inputs=inputs, **call)
-
     inputs = testing.make_inputs(0, batch=1, num_blocks=2, config=BlockFormat(16, 5, 6, minmax=True), library="mlx")
-    with metal("plain"):
-        _metal.builder = Compared
+    with compared_text() as seen:
         for router in ("lowrank", "minmax"):
             route_blocks = op_module("mlx-metal", "route").route_blocks
             indices = route_blocks(inputs.q, inputs.blocks, 2, router, "kv_head", 0.2, 0, 0)
         arguments = inputs.q, inputs.blocks, inputs.k_window, inputs.v_window, indices
         op_module("mlx-metal", "decode").decode_attention(*arguments, None, None, None, None, 0.2)
-    assert {*seen} == {
-        f"dkv_{name}" for name in ("decode", "merge", "route_scores", *("route_rows", "route_select"))
-    } | {"dkv_route_minmax"}
+    assert seen == {"decode", "merge", "route_scores", "route_rows", "route_select", "route_minmax"}
 
 
 def test_what_mutants_are_tried_with_passes_as_it_is() -> None:
