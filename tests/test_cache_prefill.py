@@ -256,3 +256,32 @@ def test_float16_rows() -> None:
     want = fed(layer(SPARSE), [x.float() for x in parts], (80, 40))
     assert got.dtype == torch.float16 and testing.to_numpy(got).shape == (2, 6, 120, 6)
     assert float((got.float() - want)[:, :, :80].abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("case", ["plain", "pieces", "masks", "padding", "sink", "softcap", "groups"])
+def test_a_dense_chunk_over_blocks_is_the_same_decoded_or_by_codes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dkv.cache import layer as layers
+    from dkv.cache import prefill
+
+    monkeypatch.setattr(prefill, "MASKED_QUERIES", 7 if case == "masks" else 512)
+    monkeypatch.setattr(prefill, "WORKSPACE_BYTES", 4096 if case == "pieces" else 1 << 20)
+    config = dataclasses.replace(SPARSE, **DENSE)
+    options: dict[str, Any] = {"softcap": 3.0} if case == "softcap" else {}
+    if case == "sink":
+        options["sink"] = torch.linspace(-1, 2, 6)
+    groups = [HeadGroup((1,), config), HeadGroup((0,), None)] if case == "groups" else None
+    parts = rows(3, 120, dim_v=5)
+    real = torch.ones(2, 120, dtype=torch.bool)
+    if case == "padding":
+        real[0, :30], real[1, 70:75] = False, False
+    found = []
+    for fewest in (1, 1 << 30):
+        monkeypatch.setattr(layers, "FEWEST_QUERIES", fewest)
+        cache, outs, start = layer(config, groups=groups), [], 0
+        for length in (75, 1, 20, 24):
+            chunk, padding = [x[:, :, start : start + length] for x in parts], real[:, start : start + length]
+            outs.append(cache.attend(*chunk, padding=padding if case == "padding" else None, **options))
+            start += length
+        assert cache.blocks and cache.visited == 0
+        found.append(torch.cat(outs, dim=2).transpose(1, 2)[real])
+    close(*found, tolerance=2e-6)

@@ -16,7 +16,7 @@ from dkv.cache.closing import close_blocks
 from dkv.cache.heads import check_groups, one_group, pick, put_back
 from dkv.cache.lengths import check_crop
 from dkv.cache.pool import cut_blocks, with_counts
-from dkv.cache.prefill import Past, attend_past
+from dkv.cache.prefill import FEWEST_QUERIES, Past, alike, attend_past, dense_causal
 from dkv.config import DKVConfig, HeadGroup
 from dkv.kernels.torch._storage import Selected
 from dkv.kernels.torch.decode import attend_rows, choose, merge_selected
@@ -194,7 +194,9 @@ class LayerCache:
         if dense == 0:
             out = q.new_zeros(*q.shape[:2], 0, v.shape[3])
         elif fresh and last is None and softcap is None and sink is None:
-            out = _dense_causal(q[:, :, :dense], k[:, :, :dense], v[:, :, :dense], scale)
+            out = dense_causal(q[:, :, :dense], k[:, :, :dense], v[:, :, :dense], scale)
+        elif self.blocks and dense >= FEWEST_QUERIES and self.config.chunk_top_k is None:
+            out = self._attend_every(q, padding, scale, softcap, sink, dense)
         else:
             out = self._attend(q, last, padding, scale, softcap, sink, dense)
         if self._sparse(q.shape[2]):
@@ -218,9 +220,8 @@ class LayerCache:
         self, out: Tensor, q: Tensor, padding: Tensor | None, scale: float, softcap: float | None, sink: Tensor | None
     ) -> None:
         """Into ``out``: the queries at or beyond ``prefill_dense_below`` attend the key blocks they select."""
-        for sequences in _alike(self.tokens, padding):
-            low, tokens = sequences.start, self.tokens[sequences.start]
-            at = torch.arange(q.shape[2], device=q.device) if padding is None else padding[low].nonzero().flatten()
+        for sequences, at in alike(self.tokens, q, padding):
+            tokens = self.tokens[sequences.start]
             at = at[max(0, self.config.prefill_dense_below - tokens + len(at)) :]
             pasts = self._pasts(sequences)
             for part, config, selects, newer in self._stretches(at):
@@ -236,6 +237,27 @@ class LayerCache:
                 out[sequences].index_copy_(2, part, saturated(state, out.dtype))
                 self.visited += visited
                 self.visible += visible
+
+    def _attend_every(
+        self,
+        q: Tensor,
+        padding: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink: Tensor | None,
+        count: int,
+    ) -> Tensor:
+        """The first ``count`` queries of a chunk over all rows, those of the blocks decoded."""
+        assert self.v_rows is not None
+        out = q.new_zeros(*q.shape[:2], count, self.v_rows.shape[3])
+        every, selects = self.config.unlimited_prefill(), (True,) * self.v_rows.shape[1]
+        for sequences, real in alike(self.tokens, q, padding):
+            at = real[real < count]
+            pasts = [(heads, past.without(len(real) - len(at))) for heads, past in self._pasts(sequences)]
+            if len(at):
+                state, *_ = attend_past(q[sequences].index_select(2, at), pasts, selects, every, scale, softcap, sink)
+                out[sequences].index_copy_(2, at, saturated(state, out.dtype))
+        return out
 
     def _stretches(self, at: Tensor) -> list[tuple[Tensor, DKVConfig, tuple[bool, ...], int]]:
         """Queries, the limits of their selection, who selects, and the rows newer than the last of them.
@@ -465,13 +487,6 @@ class LayerCache:
         )
 
 
-def _alike(tokens: Sequence[int], padding: Tensor | None) -> list[slice]:
-    """Sequences that can be taken together: all of them, or each alone where they differ."""
-    if padding is None and len(set(tokens)) == 1:
-        return [slice(0, len(tokens))]
-    return [slice(row, row + 1) for row in range(len(tokens))]
-
-
 def _part_of(part: Tensor, sequences: slice, count: int) -> Tensor:
     """What some sequences have of a part of blocks, of their first ``count``."""
     return part[sequences] if part.ndim == 1 else part[sequences, :count]
@@ -487,10 +502,3 @@ def _resized(buffer: Tensor | None, like: Tensor, capacity: int) -> Tensor:
     if buffer is not None:
         grown[:, :, : buffer.shape[2]] = buffer
     return grown
-
-
-def _dense_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    group = q.shape[1] // k.shape[1]
-    if group > 1:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)

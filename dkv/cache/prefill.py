@@ -17,6 +17,8 @@ from dkv.kernels.torch.prefill import attend_blocks, block_shares, choose_blocks
 from dkv.types import CompressedBlocks
 
 WORKSPACE_BYTES = 128 << 20  # rows that are decoded at one time
+FEWEST_QUERIES = 16  # for which all rows of blocks are decoded; fewer attend their codes in less time
+MASKED_QUERIES = 512  # of one mask
 
 
 class Past(NamedTuple):
@@ -30,6 +32,21 @@ class Past(NamedTuple):
     @property
     def closed(self) -> int:
         return 0 if self.blocks is None else self.blocks.num_blocks * self.blocks.block_size
+
+    @property
+    def fits(self) -> bool:
+        """Whether all rows may be decoded at one time."""
+        return 4 * len(self) * sum(x[:, :, :1].numel() for x in (self.k, self.v)) <= WORKSPACE_BYTES
+
+    def every(self) -> tuple[Tensor, Tensor]:
+        """All rows in float32, those of the blocks decoded."""
+        k, v = self.k.float(), self.v.float()
+        if self.blocks is None:
+            return k, v
+        decoded = reconstruct_blocks(dataclasses.replace(self.blocks, block_counts=None), torch.float32)
+        at = self.sinks
+        joined = (torch.cat([x[:, :, :at], y, x[:, :, at:]], 2) for x, y in zip((k, v), decoded, strict=True))
+        return next(joined), next(joined)
 
     def without(self, newest: int) -> Past:
         """All but the newest rows, which are exact ones."""
@@ -58,6 +75,23 @@ class Past(NamedTuple):
         return taken[0], taken[1]
 
 
+def dense_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """A chunk that nothing came before, in its own dtype."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+def alike(tokens: Sequence[int], q: Tensor, padding: Tensor | None) -> list[tuple[slice, Tensor]]:
+    """Sequences that can be taken together, all of them or each alone where they differ, and their real queries."""
+    every = torch.arange(q.shape[2], device=q.device)
+    if padding is None and len(set(tokens)) == 1:
+        return [(slice(0, len(tokens)), every)]
+    rows = [every if padding is None else padding[row].nonzero().flatten() for row in range(len(tokens))]
+    return [(slice(row, row + 1), at) for row, at in enumerate(rows)]
+
+
 def attend_past(
     q: Tensor,
     pasts: Sequence[tuple[tuple[int, ...], Past]],
@@ -83,13 +117,39 @@ def attend_past(
             order.append(tuple(heads[place] for place in own))
             blocks = past.blocks if past.blocks is None else _of_heads(past.blocks, own)
             part = Past(pick(past.k, own, len(heads)), pick(past.v, own, len(heads)), past.sinks, blocks)
-            out, lse, lists = _attend(pick(q, order[-1], heads_kv), part, wanted, config, sm_scale, softcap)
+            queries, blocks_seen = pick(q, order[-1], heads_kv), _visible_blocks(q.shape[2], len(part), config)
+            visible += blocks_seen * len(own) * q.shape[0]
+            if wanted and _selects_all(part, config) and softcap is None and sink is None and part.fits:
+                outs.append(_attend_every(queries, part, sm_scale))
+                visited += blocks_seen * len(own) * q.shape[0]
+                continue
+            out, lse, lists = _attend(queries, part, wanted, config, sm_scale, softcap)
             outs.append(out)
             lses.append(lse)
             visited += int((lists >= 0).sum())
-            visible += _visible_blocks(q.shape[2], len(part), config) * len(own) * q.shape[0]
-    out, lse = put_back(outs, order), put_back(lses, order)
-    return (out if sink is None else with_sink(out, lse, sink)[0]), visited, visible
+    out = put_back(outs, order)
+    return (out if sink is None else with_sink(out, put_back(lses, order), sink)[0]), visited, visible
+
+
+def _selects_all(past: Past, config: DKVConfig) -> bool:
+    """Whether a query block that selects attends every key block that it sees."""
+    top_k, ratio, mass = config.prefill_limits()
+    return top_k >= -(-len(past) // config.prefill_keys) and ratio == 1 and mass == 1
+
+
+def _attend_every(q: Tensor, past: Past, sm_scale: float) -> Tensor:
+    """Some heads over every row of one past, in float32."""
+    (k, v), first, outs = past.every(), len(past) - q.shape[2], []
+    for part in q.float().split(MASKED_QUERIES, dim=2):
+        stop = first + part.shape[2]
+        seen = torch.ones(part.shape[2], stop, dtype=torch.bool, device=q.device).tril(first)
+        outs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                part, k[:, :, :stop], v[:, :, :stop], seen, scale=sm_scale, enable_gqa=True
+            )
+        )
+        first = stop
+    return torch.cat(outs, dim=2)
 
 
 def _visible_blocks(length: int, total: int, config: DKVConfig) -> int:
@@ -117,7 +177,7 @@ def _attend(
     every = torch.arange(total, device=q.device)
     step = max(1, WORKSPACE_BYTES // (4 * size * sum(x[:, :, :1].numel() for x in (past.k, past.v))))
     kept = None
-    if selects and (top_k < count or ratio < 1 or mass < 1):
+    if selects and not _selects_all(past, config):
         scores = []
         for low in range(0, count, step):
             kept = past.take(every[low * size : (low + step) * size])
