@@ -316,6 +316,11 @@ class DKVCache(Cache):
         return sum(layer.compressed_dense_nbytes for layer in self.dkv_layers)
 
     @property
+    def dropped_tokens(self) -> list[int]:
+        """Tokens of each sequence whose blocks have left for good, by the config's ``when_full``."""
+        return self.dkv_layers[0].dropped_tokens
+
+    @property
     def _other_nbytes(self) -> int:
         others = [layer for layer in self.layers if not isinstance(layer, DKVLayer)]
         held = [part for layer in others for part in (getattr(layer, "keys", None), getattr(layer, "values", None))]
