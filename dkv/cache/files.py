@@ -62,8 +62,8 @@ def load_cache(cache: Any, path: str | os.PathLike[str], device: Any) -> None:
             _check_heads(parts.get(name), cache.kv_shape, where)
     if len(shapes) > 1:
         raise ValueError(f"layers of the file must hold the same (tokens, batch size), got {sorted(shapes)}")
-    cache.reset()
     for layer, content in loaded:
+        layer.reset()
         if isinstance(content, LayerCache):
             layer.state, layer.is_initialized = content, content.offset > 0
         elif content[0]:

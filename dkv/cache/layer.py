@@ -365,9 +365,7 @@ class LayerCache:
             raise ValueError(f"k must have the kv heads of {[list(g.heads) for g in self.groups]}, got {k.shape[1]}")
         if padding is not None:
             padding = None if bool(padding.all()) else padding.expand(batch, -1)
-        added = [length] * batch if padding is None else padding.sum(1).tolist()
-        lengths = (self.tokens, self.rows, self.block_counts) if self.tokens else ([0] * batch,) * 3
-        check_room(self.config, *lengths, added)
+        self.check_room(k, padding)
         if not self.tokens:
             self.tokens, self.rows, self.block_counts, self.dropped = ([0] * batch for _ in range(4))
         if padding is not None or self.real is not None:
@@ -386,6 +384,7 @@ class LayerCache:
         rank = real.long().cumsum(1)
         start = torch.tensor(self.rows, device=k.device)[:, None]
         order = (~real).long().argsort(dim=1, stable=True)  # real rows first, in order
+        added = rank[:, -1].tolist()
         self._grow(k, v, max(self.rows) + length)
         assert self.k_rows is not None and self.v_rows is not None
         where = (start + torch.arange(length, device=k.device))[:, None, :, None]
@@ -395,6 +394,13 @@ class LayerCache:
         self.rows = [a + b for a, b in zip(self.rows, added, strict=True)]
         self.tokens = [a + b for a, b in zip(self.tokens, added, strict=True)]
         return start + rank - 1
+
+    def check_room(self, k: Tensor, padding: Tensor | None = None) -> None:
+        """Refuse a chunk that would close more blocks than the config's ``max_blocks``, where that is an error."""
+        batch = k.shape[0]
+        added = [k.shape[2]] * batch if padding is None else padding.sum(1).tolist()
+        lengths = (self.tokens, self.rows, self.block_counts) if self.tokens else ([0] * batch,) * 3
+        check_room(self.config, *lengths, added)
 
     def _write_uniform(self, k: Tensor, v: Tensor) -> None:
         start, length = self.rows[0], k.shape[2]
