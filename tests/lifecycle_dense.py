@@ -9,12 +9,14 @@ import numpy as np
 
 from dkv import DKVConfig, testing
 
+HEADS, QUERY_HEADS, DIM = 2, 4, 8
+
 
 class Rows:
-    """One sequence: rows ``k [layers, n, H, D]`` and ``v``, how many blocks of them closed and how many of those left."""
+    """One sequence: ``k, v [layers, n, HEADS, DIM]``, how many blocks of them closed and how many of those left."""
 
-    def __init__(self, layers: int, heads: int, dim: int, dim_v: int) -> None:
-        self.k, self.v = np.zeros((layers, 0, heads, dim)), np.zeros((layers, 0, heads, dim_v))
+    def __init__(self, layers: int) -> None:
+        self.k, self.v = np.zeros((2, layers, 0, HEADS, DIM))
         self.closed = self.dropped = 0
 
     def __len__(self) -> int:
@@ -27,6 +29,11 @@ class Dense:
     def __init__(self, config: DKVConfig, layers: int) -> None:
         self.config, self.layers = config, layers
         self.rows: list[Rows] = []
+
+    def start(self, batch: int) -> Dense:
+        """A batch of sequences without a token."""
+        self.rows = [Rows(self.layers) for _ in range(batch)]
+        return self
 
     def copy(self) -> Dense:
         return copy.deepcopy(self)
@@ -59,10 +66,7 @@ class Dense:
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, real: np.ndarray) -> np.ndarray:
         """Append ``k, v [layers, B, H, n, D]`` where ``real [B, n]``, attend ``q``, close; zeros for padding."""
-        if not self.rows:
-            shape = (self.layers, k.shape[2], k.shape[4], v.shape[4])
-            self.rows = [Rows(*shape) for _ in range(k.shape[1])]
-        out = np.zeros((*q.shape[:4], v.shape[4]))
+        out = np.zeros(q.shape)
         for b, row in enumerate(self.rows):
             at = real[b].nonzero()[0]
             first = len(row)
@@ -114,6 +118,6 @@ def exact(got: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def drawn(rng: np.random.Generator, layers: int, batch: int, length: int) -> tuple[np.ndarray, ...]:
-    """Queries of 4 heads, keys and values of 2, in float32: ``[layers, batch, heads, length, 8]``."""
-    shapes = ((layers, batch, heads, length, 8) for heads in (4, 2, 2))
+    """Queries, keys and values in float32, ``[layers, batch, heads, length, DIM]``."""
+    shapes = ((layers, batch, heads, length, DIM) for heads in (QUERY_HEADS, HEADS, HEADS))
     return tuple(rng.standard_normal(shape).astype(np.float32) * 1.5 for shape in shapes)

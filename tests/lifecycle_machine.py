@@ -12,7 +12,7 @@ import torch
 import transformers
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from lifecycle_dense import Dense, drawn, exact
+from lifecycle_dense import DIM, HEADS, QUERY_HEADS, Dense, drawn, exact
 from synthetic import profile_of
 
 from dkv import DKVConfig, HeadTier
@@ -20,7 +20,11 @@ from dkv.integrations.transformers import DKVCache, attention_forward
 
 LAYERS, MOST_POSITIONS, MOST_CACHES, MOST_SEQUENCES = 2, 700, 3, 6
 MODEL = transformers.LlamaConfig(
-    hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    num_hidden_layers=LAYERS,
+    hidden_size=QUERY_HEADS * DIM,
+    num_attention_heads=QUERY_HEADS,
+    num_key_value_heads=HEADS,
+    head_dim=DIM,
 )
 MODEL._attn_implementation = "dkv"
 TIERS = (HeadTier(0.5), HeadTier(0.5, routed=False, rank=2))
@@ -28,11 +32,13 @@ SPARSE = {"prefill_mass": 1.0, "prefill_block": 16, "prefill_key_block": 8, "pre
 
 numbers = st.integers(0, 2**20)
 lengths = st.sampled_from([1, 2, 5, 15, 16, 17, 33, 60]) | st.integers(1, 300)
+paddings = st.sampled_from(["none", "left", "right", "holes"])
 limits = st.sampled_from([(None, "error"), (2, "drop_oldest"), (1, "drop_oldest"), (4, "error")])
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> DKVConfig:
+def configs(draw: st.DrawFn, steps: tuple[int, ...] = (1, 3)) -> DKVConfig:
+    """Exact formats; ``steps`` is what ``route_every`` may be."""
     limit, when_full = draw(limits)
     config = DKVConfig(
         block_size=16,
@@ -43,7 +49,7 @@ def configs(draw: st.DrawFn) -> DKVConfig:
         sink_tokens=draw(st.sampled_from([4, 0, 20])),
         max_blocks=limit,
         when_full=when_full,
-        route_every=draw(st.sampled_from([1, 3])),
+        route_every=draw(st.sampled_from(steps)),
         prefill_dense_below=draw(st.sampled_from([8192, 40])),
         tiers=draw(st.sampled_from([(), TIERS])),
         **SPARSE,
@@ -99,7 +105,7 @@ class Pair:
         mask = np.concatenate([before, real], axis=1)
         fresh = not self.dense.rows
         if fresh:
-            self.dense.step(*(part[:, :, :, :0] for part in (q, k, v)), real[:, :0])
+            self.dense.start(batch)
         if not self.dense.has_room(real.sum(1).tolist(), self.cache.config.window):
             if fresh:
                 self.dense.rows = []
@@ -155,7 +161,7 @@ class CacheMachine(RuleBasedStateMachine):
         if pair.offset:
             pair.step(self.rng, 1)
 
-    @rule(which=numbers, length=lengths, padding=st.sampled_from(["none", "left", "right", "holes"]), batch=st.integers(1, 3))
+    @rule(which=numbers, length=lengths, padding=paddings, batch=st.integers(1, 3))
     def append(self, which: int, length: int, padding: str, batch: int) -> None:
         pair = self.pair(which)
         if pair.offset + length <= MOST_POSITIONS:

@@ -15,3 +15,11 @@ def test_any_order_of_operations_equals_plain_rows():
 
     with torch.no_grad():
         run_state_machine_as_test(CacheMachine, settings=settings(stateful_step_count=30))
+
+
+def test_any_order_of_operations_of_mlx_lm_equals_plain_rows():
+    pytest.importorskip("mlx_lm")
+    import lifecycle_mlx_machine as machine
+
+    machine.hook()
+    run_state_machine_as_test(machine.MlxCacheMachine, settings=settings(stateful_step_count=30))
