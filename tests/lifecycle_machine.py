@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from lifecycle_dense import DIM, HEADS, QUERY_HEADS, Dense, drawn, exact
 from synthetic import profile_of
 
 from dkv import DKVConfig, HeadTier
-from dkv.integrations.transformers import DKVCache, attention_forward
+from dkv.integrations.transformers import DKVCache
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from bench.soak import attended, model_config  # noqa: E402
 
 LAYERS, MOST_POSITIONS, MOST_CACHES, MOST_SEQUENCES = 2, 700, 3, 6
-MODEL = transformers.LlamaConfig(
-    num_hidden_layers=LAYERS,
-    hidden_size=QUERY_HEADS * DIM,
-    num_attention_heads=QUERY_HEADS,
-    num_key_value_heads=HEADS,
-    head_dim=DIM,
-)
-MODEL._attn_implementation = "dkv"
+MODEL = model_config(LAYERS, QUERY_HEADS, HEADS, DIM)
 TIERS = (HeadTier(0.5), HeadTier(0.5, routed=False, rank=2))
 SPARSE = {"prefill_mass": 1.0, "prefill_block": 16, "prefill_key_block": 8, "prefill_window": 8, "prefill_tail": 4}
 
@@ -116,14 +114,8 @@ class Pair:
 
     def attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """As the layers of a model do; ``[layers, B, Hq, n, D]``."""
-        outs = []
         given = None if mask.all() else torch.from_numpy(mask)
-        for layer in range(LAYERS):
-            own = (torch.from_numpy(part[layer]) for part in (k, v))
-            query = torch.from_numpy(q[layer])
-            out, _ = attention_forward(None, query, *self.cache.update(*own, layer), given)  # type: ignore[arg-type]
-            outs.append(out.transpose(1, 2).numpy())
-        return np.stack(outs)
+        return attended(self.cache, *(torch.from_numpy(part) for part in (q, k, v)), given).numpy()
 
 
 def chunk_of(rng: np.random.Generator, padding: str, batch: int, length: int) -> np.ndarray:
