@@ -21,7 +21,7 @@ from dkv.integrations.transformers import DKVCache
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench.soak import attended, model_config  # noqa: E402
+from bench.soak import attended, model_config
 
 LAYERS, MOST_POSITIONS, MOST_CACHES, MOST_SEQUENCES = 2, 700, 3, 6
 MODEL = model_config(LAYERS, QUERY_HEADS, HEADS, DIM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import tempfile
 from typing import Any
@@ -89,7 +90,7 @@ class MlxCacheMachine(RuleBasedStateMachine):
     def begin(self, config: DKVConfig, seed: int, batch: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.groups = config.head_groups(0, HEADS) if config.splits_heads else None
-        self.config = config.head_groups(0, HEADS)[0].config if config.splits_heads else config
+        self.config = dataclasses.replace(config, tiers=(), profile=None)
         self.pairs: list[Pair] = []
         self.folder = tempfile.TemporaryDirectory()
         self.fresh(False, batch)
