@@ -131,12 +131,14 @@ def chunk_of(rng: np.random.Generator, padding: str, batch: int, length: int) ->
 class CacheMachine(RuleBasedStateMachine):
     """Rules pick one of a few caches; every change is followed by a decode step of what it changed."""
 
-    @initialize(config=configs(), seed=numbers)
-    def begin(self, config: DKVConfig, seed: int) -> None:
+    @initialize(config=configs(), seed=numbers, length=st.integers(0, 200), padding=paddings, batch=st.integers(1, 3))
+    def begin(self, config: DKVConfig, seed: int, length: int, padding: str, batch: int) -> None:
         self.config, self.rng = config, np.random.default_rng(seed)
         self.pairs = [Pair(config)]
         self.folder = tempfile.TemporaryDirectory()
         self.saved: Pair | None = None
+        if length:
+            self.append(0, length, padding, batch)
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -164,7 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.pair(which).step(self.rng, 1)
 
-    @rule(which=numbers, count=st.integers(0, 30) | st.integers(0, MOST_POSITIONS))
+    @rule(which=numbers, count=st.integers(0, 12) | st.integers(0, 40) | st.integers(0, MOST_POSITIONS))
     def crop(self, which: int, count: int) -> None:
         pair = self.pair(which)
         if count >= pair.offset:
