@@ -31,6 +31,7 @@ SPARSE = {"prefill_mass": 1.0, "prefill_block": 16, "prefill_key_block": 8, "pre
 numbers = st.integers(0, 2**20)
 lengths = st.sampled_from([1, 2, 5, 15, 16, 17, 33, 60]) | st.integers(1, 300)
 paddings = st.sampled_from(["none", "left", "right", "holes"])
+cuts = st.integers(1, 8) | st.integers(0, 25) | st.integers(0, 25) | st.integers(0, 700)
 limits = st.sampled_from([(None, "error"), (2, "drop_oldest"), (1, "drop_oldest"), (4, "error")])
 
 
@@ -43,7 +44,7 @@ def configs(draw: st.DrawFn, steps: tuple[int, ...] = (1, 3)) -> DKVConfig:
         format="fp32",
         rank=3,
         top_k=1000,
-        window=draw(st.sampled_from([8, 1, 24])),
+        window=draw(st.sampled_from([24, 40, 8, 1])),
         sink_tokens=draw(st.sampled_from([4, 0, 20])),
         max_blocks=limit,
         when_full=when_full,
@@ -166,7 +167,7 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.pair(which).step(self.rng, 1)
 
-    @rule(which=numbers, count=st.integers(0, 12) | st.integers(0, 40) | st.integers(0, MOST_POSITIONS))
+    @rule(which=numbers, count=cuts)
     def crop(self, which: int, count: int) -> None:
         pair = self.pair(which)
         if count >= pair.offset:
@@ -245,10 +246,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.pairs[place] = self.saved.beside(cache.load(self.path))
         self.after(self.pairs[place])
 
-    @rule(which=numbers)
-    def reset(self, which: int) -> None:
+    @rule(which=numbers, length=lengths, padding=paddings, batch=st.integers(1, 3))
+    def reset(self, which: int, length: int, padding: str, batch: int) -> None:
         self.pair(which).cache.reset()
         self.pair(which).forget()
+        self.append(which, length, padding, batch)
 
     @rule(which=numbers, window=st.integers(0, 30))
     def compress(self, which: int, window: int) -> None:

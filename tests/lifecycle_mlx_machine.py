@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from lifecycle_dense import DIM, HEADS, QUERY_HEADS, Dense, drawn, exact
-from lifecycle_machine import MOST_CACHES, MOST_SEQUENCES, chunk_of, configs, lengths, numbers
+from lifecycle_machine import MOST_CACHES, MOST_SEQUENCES, chunk_of, configs, cuts, lengths, numbers
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models import llama
@@ -125,7 +125,7 @@ class MlxCacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.pair(which).step(self.rng, 1)
 
-    @rule(which=numbers, count=st.integers(0, 12) | st.integers(0, 40) | st.integers(0, MOST_TOKENS))
+    @rule(which=numbers, count=cuts)
     def trim(self, which: int, count: int) -> None:
         pair = self.pair(which)
         lost = [min(count, tokens) for tokens in pair.dense.tokens]
