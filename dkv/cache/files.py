@@ -147,7 +147,8 @@ def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any
 
 
 def _lengths(config: Any, entry: dict[str, Any], where: str) -> tuple[Any, ...]:
-    offset, tokens, rows, counts, dropped = (entry.get(name) for name in LENGTHS)
+    values: list[Any] = [entry.get(name) for name in LENGTHS]
+    offset, tokens, rows, counts, dropped = values
     if type(offset) is not int:
         raise ValueError(f"{where} has no lengths")
     check_lengths(config, tokens, rows, counts, dropped, where)
