@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,6 @@ def run(tokens: int, intervals: int = INTERVALS, seed: int = 0) -> list[dict[str
     """One row per interval."""
     generator = torch.Generator().manual_seed(seed)
     cache, kept, rows = DKVCache(model_config(), CONFIG), Kept(CONFIG), []
-    start = time.perf_counter()
     for interval in range(1, intervals + 1):
         largest = 0
         while kept.tokens < tokens * interval // intervals:
@@ -146,7 +144,6 @@ def run(tokens: int, intervals: int = INTERVALS, seed: int = 0) -> list[dict[str
                 "largest_bytes": largest,
                 "resident_bytes": resident(),
                 "objects": len(gc.get_objects()),
-                "seconds": round(time.perf_counter() - start, 1),
             }
         )
     return rows

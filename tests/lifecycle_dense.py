@@ -98,8 +98,7 @@ class Dense:
     def can_lose(self, lost: Sequence[int]) -> bool:
         sink, size = self.config.sink_tokens, self.config.block_size
         return not any(
-            row.closed and gone > len(row) - sink - row.closed * size
-            for row, gone in zip(self.rows, lost, strict=True)
+            row.closed and gone > len(row) - sink - row.closed * size for row, gone in zip(self.rows, lost, strict=True)
         )
 
     def lose(self, lost: Sequence[int]) -> None:
