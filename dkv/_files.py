@@ -15,7 +15,7 @@ import numpy as np
 from dkv._checks import DTYPES, dtype_name
 from dkv.types import BlockFormat, CompressedBlocks
 
-VERSIONS = {"blocks": 2, "cache": 3}  # by kind
+VERSIONS = {"blocks": 2, "cache": 4}  # by kind
 CACHE_DTYPE = "float64"  # stands for the cache's dtype in a layout: no part is float64
 REQUIRED = {"anchor_k", "anchor_v", "u", "u_unit", "basis_k", "residual_k", "residual_v"}
 
