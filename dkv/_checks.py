@@ -59,6 +59,12 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
+def check_window(window: Any, rows: int) -> int | None:
+    """The window to use: one longer than the rows hides none of them, and kernels count it in 32 bits."""
+    check_count("window", window, 1, optional=True)
+    return None if window is None else min(window, max(rows, 1))
+
+
 def check_positive(name: str, value: Any, optional: bool = True) -> None:
     if optional and value is None:
         return
@@ -130,6 +136,11 @@ def check_seq_lens(seq_lens: Any, batch: int, rows: int) -> None:
             raise ValueError(f"seq_lens must be 0..{rows}, got {low}..{high}")
 
 
+def check_channels(name: str, array: Any) -> None:
+    if array.shape[3] == 0:
+        raise ValueError(f"{name} must have at least one channel, got shape {tuple(array.shape)}")
+
+
 def check_rows(q: Any, k: Any, v: Any) -> None:
     """Queries over plain rows."""
     check_array("q", q, "B Hq Sq D")
@@ -139,9 +150,8 @@ def check_rows(q: Any, k: Any, v: Any) -> None:
     check_float("k", k)
     check_float("v", v)
     check_heads(q, k.shape[1])
-    for name, array in (("q", q), ("v", v)):
-        if array.shape[3] == 0:
-            raise ValueError(f"{name} must have at least one channel, got shape {tuple(array.shape)}")
+    check_channels("q", q)
+    check_channels("v", v)
 
 
 def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float:

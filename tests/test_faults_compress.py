@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -293,3 +294,79 @@ def test_s18_nothing_is_random(backend: str) -> None:
     made = testing.make_inputs(4, num_blocks=2)
     first, second = (call(backend, "compress_blocks", made.k, made.v, config=made.config) for _ in range(2))
     assert same_bits(first, second) and states[0] == np.random.get_state()[1].tobytes()  # noqa: NPY002
+
+
+def test_s10_many_wide_blocks_are_factored_on_the_cpu_in_little_memory() -> None:
+    """mlx#847, #2827: a solver without a GPU form ended the process, and a full V took the memory."""
+    mx: Any = pytest.importorskip("mlx.core")
+    k, v = (mx.array(noise(1, 8, 32 * 64, 128, seed=seed)) for seed in (5, 6))  # rows of 8 heads side by side: 2048
+    mx.eval(k, v)
+    solve, streams = mx.linalg.eigh, []
+
+    def watched(x: Any, *arguments: Any, **options: Any) -> Any:
+        streams.append((options.get("stream"), mx.default_stream(mx.default_device()), mx.default_device()))
+        assert x.shape[-1] <= 64  # the Gram matrix of the shorter side
+        return solve(x, *arguments, **options)
+
+    fmt = BlockFormat(64, 32, 0, 32, 16)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.linalg, "eigh", watched)
+        made = op_module("mlx-twin", "compress").compress_blocks(k, v, fmt, "error", None)
+        mx.eval(*[part for _, part in made.parts()])
+    thin = 32 * (64 * 64 + 64 * 2048) * 8  # bytes of the thin factors of all blocks, float64
+    assert streams and all(stream == mx.cpu or device == mx.cpu for stream, _, device in streams)
+    assert mx.get_peak_memory() - held <= 4 * thin
+    assert made.basis_k.shape == (1, 32, 8, 32, 128)
+
+
+@pytest.mark.parametrize("runtime", ["torch", "mlx"])
+def test_s15_counted_bytes_are_those_of_every_array_held(runtime: str) -> None:
+    """VeloxQuant-MLX#378, #27, kvpress#13: reported bytes were not the stored ones, and savings existed on paper."""
+    library_of_runtime: Any = pytest.importorskip("torch" if runtime == "torch" else "mlx.core")
+    kind = library_of_runtime.Tensor if runtime == "torch" else library_of_runtime.array
+    layer = pytest.importorskip("dkv.cache.layer" if runtime == "torch" else "dkv.cache.mlx_layer")
+    config = dkv.DKVConfig(block_size=64, rank=4, num_residuals=16, window=128, sink_tokens=64)
+    cache, parts = layer.LayerCache(config), [noise(1, heads, 1174, 8, seed=heads) for heads in (4, 2, 2)]
+
+    def held(x: Any) -> dict[int, int]:
+        """Bytes of each array that an object reaches, once."""
+        if isinstance(x, kind):
+            return {id(x): int(x.nbytes)}
+        if isinstance(x, CompressedBlocks):
+            x = dict(x.parts())
+        inside = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+        return {name: size for each in inside for name, size in held(each).items()}
+
+    seen: list[tuple[int, int]] = []
+    for start, stop in [(0, 1024), *((at, at + 1) for at in range(1024, 1174))]:
+        now = testing.to_library([np.array(x[:, :, start:stop]) for x in parts], runtime)
+        if runtime == "torch":
+            cache.attend(*now)
+        else:
+            cache.append(*now[1:])
+            cache.attend(now[0])
+        assert cache.nbytes == sum(held(vars(cache)).values())
+        seen.append((cache.block_counts[0], cache.nbytes))
+    assert seen[-1][0] - seen[0][0] >= 2
+    assert all(a[1] <= b[1] or a[0] < b[0] for a, b in zip(seen, seen[1:]))
+
+
+@pytest.mark.parametrize("runtime", ["torch", "mlx"])
+def test_k06_slices_and_views_are_saved_as_what_they_show(runtime: str, tmp_path: Path) -> None:
+    """safetensors#17, #469, #98, transformers#32422: views were refused, or the whole buffer behind them was saved."""
+    pytest.importorskip("safetensors")
+    pytest.importorskip("torch" if runtime == "torch" else "mlx.core")
+    pool = testing.make_inputs(6, num_blocks=40, config=BlockFormat(64, 4, 63, 32, 16)).blocks
+    tail = np.ascontiguousarray(np.tile(pool.anchor_k.swapaxes(1, 2), (1, 1, 3, 1)))  # [B, H, rows, D]
+    tail, pool = testing.to_library([tail, pool], runtime)
+    blocks = dataclasses.replace(
+        pool.map(lambda part: part[:, 2:4]), anchor_k=tail[:, :, 40:120:40].swapaxes(1, 2), anchor_v=pool.anchor_v[:, :2]
+    )
+    path = tmp_path / "blocks.dkv"
+    blocks.save(str(path))
+    assert blocks.nbytes < path.stat().st_size <= 1.05 * blocks.nbytes
+    again = CompressedBlocks.load(str(path), backend=runtime)
+    assert same_bits(testing.to_numpy(again), testing.to_numpy(blocks))
