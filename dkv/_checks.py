@@ -159,7 +159,9 @@ def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float
     for name, value in (("sm_scale", sm_scale), ("softcap", softcap)):
         check_positive(name, value)
         if value is not None and not LEAST <= value <= MOST:
-            raise ValueError(f"{name} must be {LEAST:.2g}..{MOST:.2g}, as kernels multiply by it in float32, got {value}")
+            raise ValueError(
+                f"{name} must be {LEAST:.2g}..{MOST:.2g}, as kernels multiply by it in float32, got {value}"
+            )
     if sink is not None:
         check_array("sink", sink, "Hq", Hq=q.shape[1])
     return float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)

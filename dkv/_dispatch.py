@@ -35,9 +35,9 @@ def unavailable_reason(backend: str) -> str | None:
     library, package = BACKENDS[backend]
     if not _installed(package):
         return f"this version of dkv has no {backend} kernels"
-    needed = "triton" if backend == "triton" else library
-    if not _installed(needed):
-        return f'{needed} is not installed: pip install "dkv[{backend.partition("-")[0]}]"'
+    for needed in (library, "triton") if backend == "triton" else (library,):
+        if not _installed(needed):
+            return f'{needed} is not installed: pip install "dkv[{backend.partition("-")[0]}]"'
     if backend == "triton" and not _interpreted() and not _gpu_found():
         return "no GPU was found; set TRITON_INTERPRET=1 before Python starts to run its kernels on the CPU, slowly"
     if backend == "mlx-metal" and not _metal_found():
@@ -83,7 +83,7 @@ def _metal_is_right() -> bool:
             testing.assert_matches_reference("mlx-metal", op, inputs)
     except (AssertionError, RuntimeError) as error:
         warnings.warn(
-            f'the Metal kernels do not agree with the reference here, so backend "mlx" runs plain MLX operations: {error}',
+            f'the Metal kernels do not agree with the reference here: backend "mlx" runs plain MLX operations: {error}',
             RuntimeWarning,
             stacklevel=2,
         )

@@ -35,7 +35,7 @@ def test_i05_no_dot_is_smaller_than_compilers_take(launches: Any) -> None:
     names = ("BLOCK_M", "TILE", "WIDTH", "WIDTH_V", "RANKS", "SLOTS_WIDTH", "KEPTS")
     seen: set[str] = set()
     for index, (dim, rank) in enumerate((dim, rank) for dim in (64, 80, 96, 128) for rank in (8, 16, 32)):
-        for group in (range(1, 9) if index % 3 == 0 else (1, 8)):
+        for group in range(1, 9) if index % 3 == 0 else (1, 8):
             fmt = BlockFormat(rank=rank, num_residuals=64 if index % 2 else 255)
             geometry = launches.Geometry(group=group, head_dim=dim, format=fmt, num_blocks=4)
             for launch in launches.decode_step(geometry):

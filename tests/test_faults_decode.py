@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from strategies import CASE_BACKENDS, BACKENDS, call, library, poisoned
+from strategies import BACKENDS, CASE_BACKENDS, call, library, poisoned
 
 import dkv
 from dkv import testing
@@ -261,7 +261,7 @@ def test_d03_more_splits_than_keys(backend: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_d05_rows_of_another_layout_give_the_same_numbers(backend: str) -> None:
-    """FlagGems#5235, flash-attention#2670: rows of ``[B, S, H, D]`` were walked with the strides of ``[B, H, S, D]``."""
+    """FlagGems#5235, flash-attention#2670: ``[B, S, H, D]`` was walked with the strides of ``[B, H, S, D]``."""
     made = testing.make_inputs(13, q_len=3, window=20, num_blocks=2)
     rows = [made.q, made.k_window, made.v_window]
     turned = [testing.to_library(np.array(x.swapaxes(1, 2)), library(backend)).swapaxes(1, 2) for x in rows]
@@ -275,7 +275,7 @@ def test_d05_rows_of_another_layout_give_the_same_numbers(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_d09_a_row_does_not_depend_on_its_batch_mates(backend: str) -> None:
-    """FlashMLA#212, aiter#4378, sglang#10425: the number of splits followed the batch, and with it the bits of a row."""
+    """FlashMLA#212, aiter#4378, sglang#10425: splits followed the batch, and with them the bits of a row."""
     q, k, v = (rows_of(14, 33, heads, length, 8) for heads, length in ((2, 1), (1, 1000), (1, 1000)))
     lengths = np.array([777, *range(968, 1000)], np.int32)
     states = [
