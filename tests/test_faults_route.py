@@ -40,6 +40,9 @@ def test_r01_more_slots_than_blocks(backend: str, router: str) -> None:
     routed = call(backend, "decode_attention", *arguments, config=dkv.DKVConfig(top_k=8, router=router))
     every = call(backend, "decode_attention", *arguments, block_indices=chosen)
     assert routed.out.tobytes() == every.out.tobytes() and routed.lse.tobytes() == every.lse.tobytes()
+    for huge in (2**31, 2**63):  # more than 32 bits count
+        options = {"router": router, "sink_blocks": 2**30, "recent_blocks": 2**30}
+        assert (call(backend, "route_blocks", made.q, made.blocks, top_k=huge, **options) == chosen).all()
     none = testing.make_inputs(0, num_blocks=0, config=fmt)
     chosen = call(backend, "route_blocks", none.q, none.blocks, top_k=8, router=router)
     assert chosen.shape == (2, 2, 0)
