@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 
 import numpy as np
 import pytest
@@ -217,3 +218,30 @@ def test_r12_what_lies_beyond_a_list_is_not_read(backend: str, fmt: BlockFormat)
         state = call(backend, "decode_attention", made.q, blocks, block_indices=buffer)
         np.testing.assert_allclose(state.out, want.out, atol=1e-6)
         np.testing.assert_allclose(state.lse, want.lse, atol=1e-6)
+
+
+@pytest.mark.parametrize("router", ["lowrank", "minmax", "residual"])
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
+def test_m08_lengths_counts_and_lists_that_are_views(backend: str, router: str) -> None:
+    """flashinfer#5055, of the same kind: small arrays of stride 2 or 0 were read flat."""
+    made = testing.make_inputs(7, num_blocks=4, window=9, config=BlockFormat(16, 4, 5, minmax=True))
+    kind = library(backend)
+    broadcast_to = importlib.import_module("mlx.core" if kind == "mlx" else kind).broadcast_to
+    q, blocks, k, v = testing.to_library([made.q, made.blocks, made.k_window, made.v_window], kind)
+    small = [np.array([2, 3], np.int32), np.array([9, 4], np.int32), np.linspace(-1, 1, q.shape[1], dtype=np.float32)]
+    wide = [np.stack([x, np.full_like(x, 4)], axis=1).ravel() for x in small]  # 4: what lies between would be taken
+    for how in ("every second", "one for all"):
+        if how == "every second":
+            views = [x[::2] for x in testing.to_library(wide, kind)]
+        else:
+            views = [broadcast_to(x[:1], x.shape) for x in testing.to_library(small, kind)]
+        plain = [testing.to_library(np.ascontiguousarray(testing.to_numpy(x)), kind) for x in views]
+        results = []
+        for counts, lengths, sink in (plain, views):
+            ragged, options = dataclasses.replace(blocks, block_counts=counts), {"backend": backend}
+            chosen = dkv.route_blocks(q, ragged, top_k=3, router=router, **options)
+            options |= {"seq_lens": lengths, "sink": sink, "block_indices": chosen}
+            state = dkv.decode_attention(q, ragged, k, v, **options)
+            rebuilt = dkv.reconstruct_blocks(ragged, backend=backend)
+            results.append(testing.to_numpy([chosen, *state, *rebuilt]))
+        assert all(np.array_equal(one, other) for one, other in zip(*results, strict=True)), how
