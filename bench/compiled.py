@@ -17,7 +17,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from bench.launches import Launch
-from dkv.kernels.triton._launch import options_of
+from dkv.kernels.triton._launch import INTERPRETED, options_of
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -45,7 +45,15 @@ class Specialised(NamedTuple):
 
 
 def specialised(launch: Launch, target: GPUTarget) -> Specialised:
-    """Signature, constants and attributes that the JIT would compile this launch with."""
+    """Signature, constants and attributes that the JIT would compile this launch with.
+
+    Raises
+    ------
+    RuntimeError
+        Where this process interprets kernels: Triton's language is then another.
+    """
+    if INTERPRETED:
+        raise RuntimeError("kernels were loaded for the interpreter: compile them in a process of their own")
     kernel, backend = launch.kernel, make_backend(target)
     given = options_of(launch.options, target.backend == "hip")
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -80,6 +88,7 @@ def compiled(job: Specialised, target: str) -> dict[str, Any]:
     row["dots_without_matrix_unit"] = plain_dots(made.asm["ttgir"])
     row["tf32"] = tf32(made.asm["ttir"], code)
     row["loads"] = load_widths(code, kind)
+    row["entry"] = has_entry(made.asm, kind, job.source.fn.fn.__name__)
     row["narrow_addresses"] = narrow_addresses(made.asm["ttir"])
     row["failures"] = failures(row, target)
     return row
@@ -108,6 +117,8 @@ def failures(row: dict[str, Any], target: str) -> list[str]:
         found.append(f"{row['dots_without_matrix_unit'] or narrow} dots without a matrix instruction")
     if row["tf32"]:
         found.append("tf32")
+    if not row["entry"]:
+        found.append("no entry of the kernel's name")
     if row["narrow_addresses"]:
         found.append(f"32-bit addresses: {'; '.join(row['narrow_addresses'][:3])}")
     return found
@@ -147,6 +158,13 @@ def instructions(code: str, pattern: str) -> dict[str, int]:
 def dots(ttir: str) -> dict[str, int]:
     """Dots by the element type of their left operand."""
     return dict(collections.Counter(re.findall(r"tt\.dot .*?: tensor<(?:\d+x)+([a-z]\w*?)>", ttir)))
+
+
+def has_entry(asm: dict[str, Any], kind: str, name: str) -> bool:
+    """Whether the artefact is what a driver loads, PTX or an ELF file, and has the kernel's symbol."""
+    if kind == "cuda":
+        return re.search(rf"\.visible \.entry {name}\b", asm["ptx"]) is not None
+    return bool(asm["hsaco"][:4] == b"\x7fELF" and name.encode() in asm["hsaco"])
 
 
 def tf32(ttir: str, code: str) -> bool:

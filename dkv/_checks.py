@@ -10,6 +10,7 @@ from dkv.config import DKVConfig
 from dkv.types import BlockFormat, CompressedBlocks, code_bytes
 
 DTYPES = ("float16", "bfloat16", "float32")
+LEAST, MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal float32 numbers
 
 
 def dtype_name(array: Any) -> str:
@@ -56,6 +57,12 @@ def check_count(name: str, value: Any, low: int = 0, optional: bool = False) -> 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def check_window(window: Any, rows: int) -> int | None:
+    """The window to use: one longer than the rows hides none of them, and kernels count it in 32 bits."""
+    check_count("window", window, 1, optional=True)
+    return None if window is None else min(window, max(rows, 1))
 
 
 def check_positive(name: str, value: Any, optional: bool = True) -> None:
@@ -129,6 +136,11 @@ def check_seq_lens(seq_lens: Any, batch: int, rows: int) -> None:
             raise ValueError(f"seq_lens must be 0..{rows}, got {low}..{high}")
 
 
+def check_channels(name: str, array: Any) -> None:
+    if array.shape[3] == 0:
+        raise ValueError(f"{name} must have at least one channel, got shape {tuple(array.shape)}")
+
+
 def check_rows(q: Any, k: Any, v: Any) -> None:
     """Queries over plain rows."""
     check_array("q", q, "B Hq Sq D")
@@ -138,14 +150,18 @@ def check_rows(q: Any, k: Any, v: Any) -> None:
     check_float("k", k)
     check_float("v", v)
     check_heads(q, k.shape[1])
-    if q.shape[3] == 0:
-        raise ValueError(f"q must have at least one channel, got shape {tuple(q.shape)}")
+    check_channels("q", q)
+    check_channels("v", v)
 
 
 def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float:
     """What shapes the logits; the scale to use."""
-    check_positive("sm_scale", sm_scale)
-    check_positive("softcap", softcap)
+    for name, value in (("sm_scale", sm_scale), ("softcap", softcap)):
+        check_positive(name, value)
+        if value is not None and not LEAST <= value <= MOST:
+            raise ValueError(
+                f"{name} must be {LEAST:.2g}..{MOST:.2g}, as kernels multiply by it in float32, got {value}"
+            )
     if sink is not None:
         check_array("sink", sink, "Hq", Hq=q.shape[1])
     return float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)

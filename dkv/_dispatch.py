@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -34,9 +35,9 @@ def unavailable_reason(backend: str) -> str | None:
     library, package = BACKENDS[backend]
     if not _installed(package):
         return f"this version of dkv has no {backend} kernels"
-    needed = "triton" if backend == "triton" else library
-    if not _installed(needed):
-        return f'{needed} is not installed: pip install "dkv[{backend.partition("-")[0]}]"'
+    for needed in (library, "triton") if backend == "triton" else (library,):
+        if not _installed(needed):
+            return f'{needed} is not installed: pip install "dkv[{backend.partition("-")[0]}]"'
     if backend == "triton" and not _interpreted() and not _gpu_found():
         return "no GPU was found; set TRITON_INTERPRET=1 before Python starts to run its kernels on the CPU, slowly"
     if backend == "mlx-metal" and not _metal_found():
@@ -64,8 +65,30 @@ def _metal_found() -> bool:
 
 
 def which_mlx() -> str:
-    """What backend "mlx" runs here: "mlx-metal" or "mlx-twin"."""
-    return "mlx-metal" if unavailable_reason("mlx-metal") is None else "mlx-twin"
+    """What backend "mlx" runs here: "mlx-metal" or, without Metal or where its kernels compute wrongly, "mlx-twin"."""
+    return "mlx-metal" if unavailable_reason("mlx-metal") is None and _metal_is_right() else "mlx-twin"
+
+
+@functools.cache
+def _metal_is_right() -> bool:
+    """Whether the kernels, as this machine compiles them, agree with the reference; tried once, on two blocks.
+
+    A warning says what is wrong where they do not.
+    """
+    from dkv import testing
+
+    inputs = testing.make_inputs(0, num_blocks=2, library="mlx")
+    try:
+        for op in ("route_blocks", "decode_attention"):
+            testing.assert_matches_reference("mlx-metal", op, inputs)
+    except (AssertionError, RuntimeError) as error:
+        warnings.warn(
+            f'the Metal kernels do not agree with the reference here: backend "mlx" runs plain MLX operations: {error}',
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _interpreted() -> bool:
@@ -94,6 +117,8 @@ def resolve(backend: str | None, **arrays: Any) -> str:
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {tuple(BACKENDS)} or None, got {backend!r}")
+    if backend is not None:
+        _check_available(backend)
     given = {name: library_of(array) for name, array in arrays.items() if array is not None}
     for name, library in given.items():
         if library not in DEFAULTS:
@@ -104,10 +129,14 @@ def resolve(backend: str | None, **arrays: Any) -> str:
     chosen = backend or _default(library, next(array for array in arrays.values() if array is not None))
     if BACKENDS[chosen][0] != library:
         raise TypeError(f"backend {chosen!r} takes {BACKENDS[chosen][0]} arrays, got {library}")
-    reason = unavailable_reason(chosen)
-    if reason is not None:
-        raise ImportError(f"backend {chosen!r} is not available: {reason}")
+    _check_available(chosen)
     return chosen
+
+
+def _check_available(backend: str) -> None:
+    reason = unavailable_reason(backend)
+    if reason is not None:
+        raise ImportError(f"backend {backend!r} is not available: {reason}")
 
 
 def _default(library: str, array: Any) -> str:

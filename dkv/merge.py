@@ -37,6 +37,7 @@ def merge_states(states: Sequence[AttentionState], *, backend: str | None = None
     for index, (out, lse) in enumerate(states):
         if index == 0:
             check.check_array("states[0].out", out, "B Hq Sq Dv")
+            check.check_channels("states[0].out", out)
         shape = states[0].out.shape
         sizes = {"B": shape[0], "Hq": shape[1], "Sq": shape[2], "Dv": shape[3]}
         check.check_array(f"states[{index}].out", out, "B Hq Sq Dv", **sizes)

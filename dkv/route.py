@@ -6,7 +6,7 @@ from typing import Any
 
 from dkv import _checks as check
 from dkv._dispatch import op_module, resolve
-from dkv.config import ROUTERS, SHARES
+from dkv.config import EVERY_BLOCK, ROUTERS, SHARES
 from dkv.types import CompressedBlocks
 
 
@@ -62,4 +62,6 @@ def route_blocks(
         raise ValueError("router 'minmax' needs k_min and k_max: compress with router='minmax' in the config")
     chosen = resolve(backend, q=q, blocks=blocks.anchor_k)
     check.check_device(q=q, blocks=blocks.anchor_k)
-    return op_module(chosen, "route").route_blocks(q, blocks, top_k, router, share, scale, sink_blocks, recent_blocks)
+    pinned = (min(count, blocks.num_blocks) for count in (sink_blocks, recent_blocks))
+    top_k = min(top_k, EVERY_BLOCK)  # kernels count in 32 bits
+    return op_module(chosen, "route").route_blocks(q, blocks, top_k, router, share, scale, *pinned)

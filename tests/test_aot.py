@@ -56,8 +56,21 @@ def test_a_good_kernel_has_nothing_wrong(bad, target, matrix):
     assert set(row["loads"]) <= {"16", "8", "4"} and "16" in row["loads"]
 
 
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_i10_both_makers_get_an_artefact_with_the_kernels_symbol(bad, target):
+    """triton#3536: a tool asked for the artefact of the other maker; there is no GPU and no ROCm here."""
+    assert bad[f"good {target}"]["entry"]
+
+
+def test_t07_float32_is_multiplied_in_float32(bad):
+    """triton#6265, #8654, #10176, #5895: a product of float32 numbers kept 10 bits of them on one vendor's GPUs."""
+    row = bad["attend in float32"]
+    assert set(row["dots"]) == {"f32"} and not row["tf32"] and row["failures"] == []
+
+
 @pytest.mark.skipif(importlib.util.find_spec("dkv.kernels.triton.decode") is None, reason="no Triton kernels")
-def test_kernels_of_a_decode_step_compile_for_both_makers(tmp_path):
+def test_t02_i05_i09_kernels_of_a_decode_step_compile_for_both_makers(tmp_path):
+    """sglang#28788, triton#10141, #5504, #4197, aiter#3257, #3734, #4385: 32-bit offsets, tiny dots, shared memory."""
     file = tmp_path / "aot.json"
     ops = "route_blocks,decode_attention,merge_states"
     arguments = ("--ops", ops, "--targets", "sm_90,gfx942", "--quick", "--geometries", "1", "--every")
@@ -67,6 +80,9 @@ def test_kernels_of_a_decode_step_compile_for_both_makers(tmp_path):
     assert {row["target"] for row in rows} == {"sm_90", "gfx942"}
     assert all(row["decode"] or row["kernel"].startswith("_merge") for row in rows)
     assert any(row["matrix"] for row in rows) and not any(row["spills"] for row in rows)
+    assert {row["kernel"] for row in rows} >= {"attend", "_merge"}
+    assert not any(row["narrow_addresses"] for row in rows)
+    assert all(row["shared"] <= {"sm_90": 232448, "gfx942": 65536}[row["target"]] for row in rows)
 
 
 def test_settings_meet_in_pairs():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from strategies import ALL_BACKENDS, call, library, positions
+from strategies import CASE_BACKENDS, call, library, positions
 
 import dkv
 from dkv import testing
@@ -64,19 +67,19 @@ def with_spectrum(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("part", ["k", "v"])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s01_a_number_that_is_not_finite_is_refused_by_name(backend: str, part: str, bad: float) -> None:
     """numpy#5588, pytorch#28293, #63220, GaLore#26, InfiniGen#3: a hang, NaN factors, or "did not converge"."""
     rows = {"k": noise(1, 1, 256, 12), "v": noise(1, 1, 256, 12)}
     rows[part][0, 0, 7, 3] = bad
     arrays = testing.to_library(list(rows.values()), library(backend))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError, match="NaN or infinity in batch row 0, block 0"):
         dkv.compress_blocks(*arrays, backend=backend)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
-@pytest.mark.parametrize("backend", sorted(set(ALL_BACKENDS) & set(SOLVERS)))
+@pytest.mark.parametrize("backend", sorted(set(CASE_BACKENDS) & set(SOLVERS)))
 def test_s02_a_failing_solver_falls_back(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """VeloxQuant-MLX#147, scipy#10032, ITensors.jl#595: the solver fails now and then on ordinary finite data."""
     module, name, error = SOLVERS[backend]
@@ -100,7 +103,7 @@ def test_s02_a_failing_solver_falls_back(backend: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("factor_bits", [8, 16, 32])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s03_equal_rows(backend: str, factor_bits: int) -> None:
     """pytorch#181641: repeated rows made the solver fail."""
     k = np.broadcast_to(np.arange(1, 13, dtype=np.float32), (1, 1, 256, 12)).copy()
@@ -112,7 +115,7 @@ def test_s03_equal_rows(backend: str, factor_bits: int) -> None:
             assert part.dtype.kind in "iu" or np.isfinite(part).all(), name
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s04_equal_singular_values(backend: str) -> None:
     """numpy#12941: any basis of a degenerate space is right, and so is the error."""
     k, v = with_spectrum(np.ones(64))
@@ -121,7 +124,7 @@ def test_s04_equal_singular_values(backend: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", [BlockFormat(16, 5, 6), BlockFormat(16, 5, 6, 32, 16)])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s05_factors_matter_by_their_product_alone(backend: str, fmt: BlockFormat) -> None:
     """pytorch#48436, TransformerLens#330, tensorly#74: signs of singular vectors differ between devices."""
     made = testing.make_inputs(2, config=fmt)
@@ -137,7 +140,7 @@ def test_s05_factors_matter_by_their_product_alone(backend: str, fmt: BlockForma
 
 
 @pytest.mark.parametrize(("size", "head_dim", "rank"), [(7, 24, 6), (40, 5, 10)])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s06_rank_is_clipped_to_the_block(backend: str, size: int, head_dim: int, rank: int) -> None:
     """pytorch#72909: a rank above the smaller side raised an unreadable error."""
     k, v = noise(1, 1, size, head_dim), noise(1, 1, size, head_dim, seed=1)
@@ -148,7 +151,7 @@ def test_s06_rank_is_clipped_to_the_block(backend: str, size: int, head_dim: int
 
 @pytest.mark.parametrize(("batch", "num_blocks", "size"), [(1, 1, 1), (2, 0, 16), (0, 2, 16), (1, 2, 2)])
 @pytest.mark.parametrize("bits", [3, 4, 16])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s07_matrices_without_rows(backend: str, bits: int, batch: int, num_blocks: int, size: int) -> None:
     """pytorch#51109, jax#5331, numpy#11424: a wrong factor shape, or an error from LAPACK."""
     k, v = (noise(batch, 2, num_blocks * size, dim, seed=dim) for dim in (6, 5))
@@ -165,7 +168,7 @@ def test_s07_matrices_without_rows(backend: str, bits: int, batch: int, num_bloc
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s08_half_precision_is_factored_in_wide_floats(backend: str, dtype: str) -> None:
     """numpy#11690, apex#887, nx#1177: half precision was refused by the SVD, or used inside it."""
     made = testing.make_inputs(3, dtype=dtype, config=BlockFormat(64, 6, 0, 32, 16), num_blocks=2)
@@ -180,7 +183,7 @@ def test_s08_half_precision_is_factored_in_wide_floats(backend: str, dtype: str)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("backend", sorted(set(ALL_BACKENDS) & set(SOLVERS)))
+@pytest.mark.parametrize("backend", sorted(set(CASE_BACKENDS) & set(SOLVERS)))
 def test_s11_the_largest_singular_values_are_kept(
     backend: str, shuffled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +208,7 @@ def test_s11_the_largest_singular_values_are_kept(
     assert abs(np.square(rebuilt(backend, blocks) - np.concatenate([k, v], axis=-1)).sum() - 11440) < 0.5
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s13_the_bad_block_is_named(backend: str) -> None:
     """GaLore#26, lightly#1599: one bad element fails a batched call and nobody knows which."""
     k, v = noise(1, 2, 4 * 16, 6), noise(1, 2, 4 * 16, 5)
@@ -218,7 +221,7 @@ def test_s13_the_bad_block_is_named(backend: str) -> None:
 @pytest.mark.parametrize("factor_bits", [8, 16, 32])
 @pytest.mark.parametrize("num_residuals", [0, 9, 63])
 @pytest.mark.parametrize("bits", [1, 3, 4, 8, 16])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s14_values_without_spread_come_back_exactly(
     backend: str, bits: int, num_residuals: int, factor_bits: int
 ) -> None:
@@ -241,7 +244,7 @@ def test_s14_values_without_spread_come_back_exactly(
         np.testing.assert_allclose(got, np.float32(want), rtol=2.0**-11 if bits < 16 else 0)
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s16_residual_counts_beyond_the_block(backend: str) -> None:
     """native-sparse-attention-pytorch#18: k beyond the size."""
     k, v = noise(1, 2, 256, 12), noise(1, 2, 256, 10, seed=1)
@@ -263,7 +266,7 @@ def test_s16_residual_counts_beyond_the_block(backend: str) -> None:
 
 @pytest.mark.parametrize("fmt", [BlockFormat(64, 8, 16), BlockFormat(64, 8, 16, 32, 16), BlockFormat(64, 8, 63), MIXED])
 @pytest.mark.parametrize("keep", ["distinct", "error"])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s17_scaling_the_input_scales_the_reconstruction(backend: str, keep: str, fmt: BlockFormat) -> None:
     """scipy#10032: a matrix converged only after it was scaled."""
     k, v = noise(1, 2, 64, 80), noise(1, 2, 64, 72, seed=1)
@@ -274,11 +277,14 @@ def test_s17_scaling_the_input_scales_the_reconstruction(backend: str, keep: str
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_s18_nothing_is_random(backend: str) -> None:
     """cupy#10239: an unseeded start vector made results flaky."""
+    host = ""
+    if backend == "mlx-metal":
+        host = "import metal_host; hosted = metal_host.metal('plain'); hosted.__enter__()\n"
     script = (
-        "import hashlib; from dkv import testing, compress_blocks\n"
+        f"{host}import hashlib; from dkv import testing, compress_blocks\n"
         f"made = testing.make_inputs(4, num_blocks=2, library={library(backend)!r})\n"
         f"blocks = compress_blocks(made.k, made.v, config=made.config, backend={backend!r})\n"
         "parts = b''.join(x.tobytes() for _, x in testing.to_numpy(blocks).parts())\n"
@@ -292,3 +298,86 @@ def test_s18_nothing_is_random(backend: str) -> None:
     made = testing.make_inputs(4, num_blocks=2)
     first, second = (call(backend, "compress_blocks", made.k, made.v, config=made.config) for _ in range(2))
     assert same_bits(first, second) and states[0] == np.random.get_state()[1].tobytes()  # noqa: NPY002
+
+
+def test_s10_many_wide_blocks_are_factored_on_the_cpu_in_little_memory() -> None:
+    """mlx#847, #2827: a solver without a GPU form ended the process, and a full V took the memory."""
+    mx: Any = pytest.importorskip("mlx.core")
+    k, v = (mx.array(noise(1, 8, 32 * 256, 128, seed=seed)) for seed in (5, 6))  # rows of 8 heads side by side: 2048
+    mx.eval(k, v)
+    solve, stream, entered, calls = mx.linalg.eigh, mx.stream, [], []
+
+    @contextlib.contextmanager
+    def watched_stream(device: Any) -> Iterator[None]:
+        entered.append(device)
+        with stream(device):
+            yield
+        entered.pop()
+
+    def watched(x: Any) -> Any:
+        assert entered == [mx.cpu]  # also where the default device is a GPU
+        assert x.shape[-1] <= 256  # the Gram matrix of the shorter side
+        calls.append(x.shape)
+        return solve(x)
+
+    fmt = BlockFormat(256, 32, 0, 32, 16)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.linalg, "eigh", watched)
+        patch.setattr(mx, "stream", watched_stream)
+        made = op_module("mlx-twin", "compress").compress_blocks(k, v, fmt, "error", None)
+        mx.eval(*[part for _, part in made.parts()])
+    thin = 32 * (256 * 256 + 256 * 2048) * 8  # bytes of the thin factors of all blocks, float64
+    assert calls and mx.get_peak_memory() - held <= 4 * thin
+    assert made.basis_k.shape == (1, 32, 8, 32, 128)
+
+
+@pytest.mark.parametrize("runtime", ["torch", "mlx"])
+def test_s15_counted_bytes_are_those_of_every_array_held(runtime: str) -> None:
+    """VeloxQuant-MLX#378, #27, kvpress#13: reported bytes were not the stored ones, and savings existed on paper."""
+    library_of_runtime: Any = pytest.importorskip("torch" if runtime == "torch" else "mlx.core")
+    kind = library_of_runtime.Tensor if runtime == "torch" else library_of_runtime.array
+    layer = pytest.importorskip("dkv.cache.layer" if runtime == "torch" else "dkv.cache.mlx_layer")
+    config = dkv.DKVConfig(block_size=64, rank=4, num_residuals=16, window=128, sink_tokens=64)
+    cache, parts = layer.LayerCache(config), [noise(1, heads, 1174, 8, seed=heads) for heads in (4, 2, 2)]
+
+    def held(x: Any) -> dict[int, int]:
+        """Bytes of each array that an object reaches, once."""
+        if isinstance(x, kind):
+            return {id(x): int(x.nbytes)}
+        if isinstance(x, CompressedBlocks):
+            x = dict(x.parts())
+        inside = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+        return {name: size for each in inside for name, size in held(each).items()}
+
+    seen: list[tuple[int, int]] = []
+    for start, stop in [(0, 1024), *((at, at + 1) for at in range(1024, 1174))]:
+        now = testing.to_library([np.array(x[:, :, start:stop]) for x in parts], runtime)
+        if runtime == "torch":
+            cache.attend(*now)
+        else:
+            cache.append(*now[1:])
+            cache.attend(now[0])
+        assert cache.nbytes == sum(held(vars(cache)).values())
+        seen.append((cache.block_counts[0], cache.nbytes))
+    assert seen[-1][0] - seen[0][0] >= 2
+    assert all(a[1] <= b[1] or a[0] < b[0] for a, b in zip(seen, seen[1:]))
+
+
+@pytest.mark.parametrize("runtime", ["torch", "mlx"])
+def test_k06_slices_and_views_are_saved_as_what_they_show(runtime: str, tmp_path: Path) -> None:
+    """safetensors#17, #469, #98, transformers#32422: views were refused, or the whole buffer behind them was saved."""
+    pytest.importorskip("safetensors")
+    pytest.importorskip("torch" if runtime == "torch" else "mlx.core")
+    pool = testing.make_inputs(6, num_blocks=40, config=BlockFormat(64, 4, 63, 32, 16)).blocks
+    tail = np.ascontiguousarray(np.tile(pool.anchor_k.swapaxes(1, 2), (1, 1, 3, 1)))  # [B, H, rows, D]
+    tail, pool = testing.to_library([tail, pool], runtime)
+    blocks = pool.map(lambda part: part[:, 2:4])
+    blocks = dataclasses.replace(blocks, anchor_k=tail[:, :, 40:120:40].swapaxes(1, 2))
+    path = tmp_path / "blocks.dkv"
+    blocks.save(str(path))
+    assert blocks.nbytes < path.stat().st_size <= 1.05 * blocks.nbytes
+    again = CompressedBlocks.load(str(path), backend=runtime)
+    assert same_bits(testing.to_numpy(again), testing.to_numpy(blocks))

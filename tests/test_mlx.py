@@ -35,6 +35,7 @@ def assert_same_blocks(a: CompressedBlocks, b: CompressedBlocks) -> None:
 @pytest.mark.parametrize("metal", [False, True])
 def test_mlx_runs_metal_where_it_is_found_and_the_twin_elsewhere(metal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("dkv.kernels.mlx._metal"), "available", lambda: metal)
+    monkeypatch.setattr(_dispatch, "_metal_is_right", lambda: True)
     assert _dispatch.which_mlx() == ("mlx-metal" if metal else "mlx-twin")
     available = dkv.available_backends()
     assert available["mlx"] is None and available["mlx-twin"] is None and (available["mlx-metal"] is None) == metal

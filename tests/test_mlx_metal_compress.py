@@ -85,6 +85,20 @@ def test_numbers_near_the_ends_of_float32(keep: str, size: float) -> None:
     assert_bytes_of_the_twin(got, compressed("mlx-twin", inputs, keep, {}))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_one_row_far_above_the_others_leaves_them_in_their_order(weighted: bool) -> None:
+    """Beside its error, the squares of theirs are below any float32."""
+    made = testing.make_inputs(5, config=BlockFormat(16, 5, 6, 32, 16), num_blocks=2, head_dim=17, head_dim_v=31)
+    k = np.array(made.k)
+    k[:, :, 5] = 3.4e38
+    inputs = testing.to_library(made._replace(k=k), "mlx")
+    weight = np.random.default_rng(6).uniform(0.5, 2, (2, 32)).astype(np.float32)
+    options = {"token_weight": weight} if weighted else {}
+    with metal("plain"):
+        got = compressed("mlx-metal", inputs, "error", options)
+    assert_bytes_of_the_twin(got, compressed("mlx-twin", inputs, "error", options))
+
+
 def test_channels_far_apart_in_size_keep_their_order() -> None:
     """Squares of ranges from 1e-60 to 1e60, and weights that reorder them."""
     sizes = np.geomspace(1e-30, 1e30, 24)[np.random.default_rng(2).permutation(24)]

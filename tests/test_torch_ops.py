@@ -86,7 +86,8 @@ def _given(x):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck(op):
+def test_i13_opcheck_of_transposed_queries(op):
+    """pytorch#177115, vllm#58182, Primus-Turbo#362, cuEquivariance#223: a fake said the strides of its input."""
     torch.library.opcheck(getattr(torch.ops.dkv, op).default, settings(op, made(transposed=True, q_len=2)))
 
 
@@ -102,7 +103,8 @@ def test_opcheck_of_the_op_that_writes_to_its_arguments():
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("fmt", FORMATS)
 @on_torch_backends
-def test_fakes_say_what_the_ops_return(op, fmt, backend):
+def test_i13_fakes_say_what_the_ops_return(op, fmt, backend):
+    """The same sources, stride by stride."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     for transposed in (False, True):
@@ -289,14 +291,50 @@ def test_arguments_that_do_not_fit_one_another_are_refused():
             torch.ops.dkv.merge_states([], [], None)
 
 
+def test_i14_a_clone_stays_another_tensor_when_it_is_written_to():
+    """pytorch#132972, #198031: a clone was optimised away, and source and target of an operator became one tensor."""
+    inputs = made()
+    rows = (inputs.blocks, inputs.k_window, inputs.v_window)
+
+    def step(x, q):
+        y, lse = x.clone(), torch.zeros(x.shape[:3])
+        torch_ops.decode_attention_out(q, *rows, out=y, lse=lse)
+        return x + 1, y, lse
+
+    x = torch.randn(dkv.decode_attention(inputs.q, *rows).out.shape)
+    before = x.clone()
+    want = step(x, inputs.q)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(one, other) for one, other in zip(compiled(x, inputs.q), want, strict=True))
+    assert torch.equal(x, before) and torch.equal(want[0], x + 1) and not torch.equal(want[1], x)
+
+
+def test_m05_d01_i11_registered_ops_take_views_empty_rows_and_empty_batches():
+    """vllm#22003, flash-attention#2470, #1155, triton-ascend#984: strides, lengths of zero, and batches of zero."""
+    inputs = made(q_len=2)
+    rows = (inputs.k_window, inputs.v_window)
+    states = [torch_ops.exact_attention(inputs.q, *rows), torch_ops.exact_attention(inputs.q, inputs.k, inputs.v)]
+    views = [AttentionState(x.out, x.lse.transpose(1, 2).contiguous().transpose(1, 2)) for x in states]
+    assert not views[0].lse.is_contiguous()
+    for one, other in zip(torch_ops.merge_states(views), torch_ops.merge_states(states), strict=True):
+        assert torch.equal(one, other)
+    lens = torch.zeros(inputs.q.shape[0], dtype=torch.int32)
+    state = torch_ops.exact_attention(inputs.q, *rows, seq_lens=lens)
+    assert not state.out.any() and (state.lse == -torch.inf).all()
+    empty = torch_ops.exact_attention(inputs.q[:0], *(x[:0] for x in rows))
+    assert empty.out.shape == (0, *state.out.shape[1:]) and empty.lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("batch", "heads", "length", "head_dim"), [(2, 6, 1, 16), (1, 5, 3, 192)])
 @on_torch_backends
-def test_m07_d05_out_may_be_an_input_and_nothing_beside_it_is_written(backend):
+def test_m07_d05_out_may_be_an_input_and_nothing_beside_it_is_written(backend, batch, heads, length, head_dim):
     """vllm#468, FlagGems#5235, flash-attention#2670: an output was read as an input again, or flat."""
-    inputs = testing.to_library(testing.make_inputs(4, head_dim=16, head_dim_v=16, config=FORMATS["coded"]), "torch")
+    shape = {"batch": batch, "num_q_heads": heads, "num_kv_heads": 1 if heads == 5 else 2, "q_len": length}
+    shape |= {"head_dim": head_dim, "head_dim_v": head_dim, "num_blocks": 2, "config": FORMATS["coded"]}
+    inputs = testing.make_inputs(4, **shape, library="torch")
     rows = (inputs.blocks, inputs.k_window, inputs.v_window)
     want = dkv.decode_attention(inputs.q, *rows, backend=backend)
-    batch, heads, length, dim = want.out.shape
-    buffer = torch.full((batch, length, heads, dim + 6), torch.nan)  # [B, Sq, Hq, D] and guards
+    buffer = torch.full((batch, length, heads, head_dim + 6), torch.nan)  # [B, Sq, Hq, D] and guards
     view = buffer[..., 3:-3].transpose(1, 2).copy_(inputs.q)
     lse = torch.empty_like(want.lse)
     torch_ops.decode_attention_out(view, *rows, out=view, lse=lse, backend=backend)

@@ -57,11 +57,11 @@ def compress_blocks(
         return twin.compress_blocks(k, v, fmt, keep, token_weight, channel_weight)
     gain = None if fmt.keeps_every_row else _value_gain(k, v, shape)
     error = keep == "error" and not fmt.keeps_every_row
-    parts, errors = _factors(k, v, gain, fmt, shape, error)
+    parts, order = _factors(k, v, gain, fmt, shape, token_weight, error)
     positions = None  # [B, N, R]
     if gain is not None:
-        apart = errors if errors is not None else _distinctness(v, shape)
-        positions = _kept_rows(apart, token_weight, fmt.num_residuals, shape)
+        apart = order if order is not None else _distinctness(v, shape)
+        positions = _kept_rows(apart, None if error else token_weight, fmt.num_residuals, shape)
         parts |= {"residual_indices": positions, "v_gain": gain}
     for name, x in (("k", k), ("v", v)):
         rows = x.reshape(batch, heads, shape.num_blocks, shape.size, x.shape[3]).swapaxes(1, 2)  # [B, N, H, S, D]
@@ -123,9 +123,18 @@ def _unit_rows(
 
 
 def _factors(
-    k: mx.array, v: mx.array, gain: mx.array | None, fmt: BlockFormat, shape: Shape, error: bool
+    k: mx.array,
+    v: mx.array,
+    gain: mx.array | None,
+    fmt: BlockFormat,
+    shape: Shape,
+    token_weight: mx.array | None,
+    error: bool,
 ) -> tuple[dict[str, mx.array], mx.array | None]:
-    """The stored factors and, where ``error`` asks for them, what they miss of each row ``[B * N, 1, S]``."""
+    """The stored factors and, where ``error`` asks for it, a number of each row that grows with what they miss of it.
+
+    That is ``[B * N, 1, S]``, the place of the row by its keep-score: float32 holds no squares of numbers far apart.
+    """
     rank = fmt.stored_rank(shape.heads, shape.dim, shape.dim_v)
     unit, norms, exponents = _unit_rows(k, v, gain, shape)
     step = max(1, WORKSPACE_BYTES // (8 * shape.size * (4 * unit.shape[2] + 3 * shape.size)))
@@ -139,8 +148,10 @@ def _factors(
             pieces.append(stored_factors(u, basis, fmt, (len(u), shape.size, shape.heads, shape.dim), k.dtype))
             if error:
                 squares = mx.square(norm * wide - u @ basis).sum(-1)
-                largest = squares.max(-1, keepdims=True)  # float32 holds no square of the largest numbers
-                missed.append((squares / mx.where(largest > 0, largest, 1.0)).astype(mx.float32)[:, None])
+                if token_weight is not None:
+                    squares = squares * token_weight.reshape(shape.total, shape.size)[piece].astype(mx.float64)
+                place = mx.argsort(mx.argsort(-squares, axis=-1), axis=-1)
+                missed.append((shape.size - place).astype(mx.float32)[:, None])
             mx.eval(list(pieces[-1].values()), missed[-1:])
         parts = {name: mx.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
         parts = {name: part.reshape(shape.batch, shape.num_blocks, *part.shape[1:]) for name, part in parts.items()}

@@ -259,6 +259,7 @@ def route_blocks(
     """Block indices ``[B, Hkv, min(top_k, N)]`` int32, ascending, -1 where unused."""
     batch, heads, total = q.shape[0], blocks.num_kv_heads, blocks.num_blocks
     counts, width = blocks.block_counts, min(top_k, total)
+    counts = None if counts is None else counts.contiguous()
     if total == 0 or q.shape[2] == 0:
         share_of_mass = torch.zeros(batch, heads, total, device=q.device)
         return select_blocks(share_of_mass, counts, top_k, sink_blocks, recent_blocks)
