@@ -23,7 +23,7 @@ from dkv.integrations.transformers import DKVCache, attach
 
 def read(model: PreTrainedModel, ids: torch.Tensor, cache: DKVCache, chunk: int = 512) -> None:
     """Put the document ``ids [1, N]`` into the cache, a chunk at a time, so that memory does not grow with ``N``."""
-    with torch.inference_mode():
+    with torch.no_grad():
         for start in range(0, ids.shape[1], chunk):
             model(ids[:, start : start + chunk], past_key_values=cache, logits_to_keep=1)
 

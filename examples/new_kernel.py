@@ -22,7 +22,9 @@ from dkv import testing
 
 
 @triton.jit
-def _merge(outs, lses, out, lse, rows, STATES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BASE2: tl.constexpr):
+def _merge(
+    outs, lses, out, lse, rows, STATES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BASE2: tl.constexpr
+):
     """One row of every state: ``outs [STATES, rows, DIM]`` and ``lses [STATES, rows]``."""
     row = tl.program_id(0)
     channel = tl.arange(0, WIDTH)
@@ -43,18 +45,18 @@ def _merge(outs, lses, out, lse, rows, STATES: tl.constexpr, DIM: tl.constexpr, 
         mixed += tl.where(weight > 0, weight * part, 0.0)  # selected away: an empty state's out may hold anything
         total += weight
     mixed = tl.where(total > 0, mixed / total, 0.0)
-    tl.store(out + row * DIM + channel, mixed.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * DIM + channel, mixed, mask=inside)
     tl.store(lse + row, shift + tl.log(total))
 
 
 def merge_states(states: Sequence[dkv.AttentionState], base2: bool = False) -> dkv.AttentionState:
     """As :func:`dkv.merge_states`."""
     outs, lses = (torch.stack(parts) for parts in zip(*states))  # [n, B, Hq, Sq, Dv] and [n, B, Hq, Sq]
-    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    out, lse = torch.empty_like(outs[0], dtype=torch.float32), torch.empty_like(lses[0])
     dim = out.shape[-1]
     width = triton.next_power_of_2(dim)
     _merge[(lse.numel(),)](outs, lses, out, lse, lse.numel(), len(states), dim, width, base2)
-    return dkv.AttentionState(out, lse)
+    return dkv.AttentionState(out.to(outs.dtype), lse)  # Triton's interpreter would cut bfloat16 short, not round it
 
 
 def main() -> None:

@@ -113,7 +113,9 @@ def main() -> None:
         caches = [compressed(k, v, closed, options.steps, config) for k, v in rows]
         step = torch.compile(model.step, fullgraph=True, backend=options.compile) if options.compile else model.step
         places = range(options.tokens, options.tokens + options.steps)
-        logits = [step(ids[:, at, None], torch.tensor([at]), torch.tensor([at - closed]), caches, config) for at in places]
+        logits = [
+            step(ids[:, at, None], torch.tensor([at]), torch.tensor([at - closed]), caches, config) for at in places
+        ]
         got, want = torch.stack(logits, dim=1), model.dense(ids)[0][:, options.tokens :]
 
     stored, dense = (sum(getattr(cache.blocks, name) for cache in caches) for name in ("nbytes", "dense_nbytes"))

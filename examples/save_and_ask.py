@@ -23,7 +23,7 @@ from dkv.integrations.transformers import DKVCache, attach
 
 def step(model: PreTrainedModel, ids: torch.Tensor, cache: DKVCache) -> torch.Tensor:
     """Logits ``[1, vocab]`` after ``ids [1, n]``, which go on where the cache ends."""
-    with torch.inference_mode():
+    with torch.no_grad():
         return model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
 
