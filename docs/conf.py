@@ -15,6 +15,5 @@ myst_heading_anchors = 4  # [text](page.md#a-heading), as on GitHub
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say it, with shapes
-autodoc_default_options = {"members": True}
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
