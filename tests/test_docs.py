@@ -12,7 +12,7 @@ from dkv.types import BlockFormat
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 LINKED = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "reference/README.md"))]
-INCLUDE = re.compile(r"^```\{include\} (\S+)$", flags=re.MULTILINE)
+INCLUDE = re.compile(r"^```\{include\} (\S+)\n(?:.*\n)*?```$", flags=re.MULTILINE)
 ELSEWHERE = {"mlx-lm.md", "msl-host.md"}  # their blocks run in test_mlx_lm.py and in test_msl_host.py
 RUN_HERE = [page for page in PAGES if python_blocks(page) and page.name not in ELSEWHERE]
 NEEDS = {"fused-ops.md": "torch", "distributed.md": "torch"}
