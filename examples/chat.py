@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from conversation import asking, opening
 from transformers import PreTrainedModel, TextStreamer
 
 import dkv
@@ -45,23 +46,22 @@ def main() -> None:
     model, tokenizer = models.load(options.model)
     attach(model, dkv.DKVConfig(window=options.window))
     cache = DKVCache(model)
-    ids = tokenizer(options.document.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids
+    ids = torch.tensor([opening(tokenizer, options.document.read_text(encoding="utf-8"))])
     read(model, ids, cache)
     print(f"{ids.shape[1]:,} tokens: {cache.nbytes / 1e6:.1f} MB, where dense takes {cache.dense_nbytes / 1e6:.1f}")
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    turns: list[tuple[str, str]] = []
     for question in options.question or asked():
-        print(f"\nQuestion: {question}\nAnswer:", end="", flush=True)
-        turn = tokenizer(f"\n\nQuestion: {question}\nAnswer:", return_tensors="pt", add_special_tokens=False).input_ids
+        print(f"\nQuestion: {question}\nAnswer: ", end="", flush=True)
+        ids = torch.cat([ids, torch.tensor([asking(tokenizer, question, turns)])], dim=1)
+        start = ids.shape[1]
         ids = model.generate(  # all tokens so far: what the cache holds of them is not computed again
-            torch.cat([ids, turn], dim=1),
-            past_key_values=cache,
-            max_new_tokens=options.max_new_tokens,
-            do_sample=False,
-            stop_strings=["\n"],
-            tokenizer=tokenizer,
-            streamer=streamer,
+            ids, past_key_values=cache, max_new_tokens=options.max_new_tokens, do_sample=False, streamer=streamer
         )
+        if ids[0, -1] == tokenizer.eos_token_id:  # the next turn begins with it
+            ids = ids[:, :-1]
+        turns.append((question, tokenizer.decode(ids[0, start:], skip_special_tokens=True)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
+from conversation import asking, opening
 
 import dkv
 from dkv.integrations.mlx_lm import make_prompt_cache
@@ -32,17 +33,15 @@ def main() -> None:
         model.set_dtype(mx.float32)
     cache = make_prompt_cache(model, dkv.DKVConfig(window=options.window))
 
-    document = tokenizer.encode(options.document.read_text(encoding="utf-8"))
+    document = opening(tokenizer, options.document.read_text(encoding="utf-8"))
     for start in range(0, len(document), 512):  # compress first, ask second
         mx.eval(model(mx.array([document[start : start + 512]]), cache=cache))
     held, dense = (sum(getattr(layer, name) for layer in cache) for name in ("nbytes", "dense_nbytes"))
-    print(f"{len(document):,} tokens: {held / 1e6:.1f} MB, where dense takes {dense / 1e6:.1f}\nAnswer:", end="")
+    print(f"{len(document):,} tokens: {held / 1e6:.1f} MB, where dense takes {dense / 1e6:.1f}\nAnswer: ", end="")
 
-    question = tokenizer.encode(f"\n\nQuestion: {options.question}\nAnswer:", add_special_tokens=False)
+    question = asking(tokenizer, options.question)
     for part in mlx_lm.stream_generate(model, tokenizer, question, prompt_cache=cache, max_tokens=options.max_tokens):
         print(part.text, end="", flush=True)
-        if "\n" in part.text:
-            break
     print()
 
 

@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 import torch
+from conversation import asking, opening
 from transformers import PreTrainedModel
 
 import dkv
@@ -30,7 +31,7 @@ def step(model: PreTrainedModel, ids: torch.Tensor, cache: DKVCache) -> torch.Te
 def save(options: argparse.Namespace) -> None:
     model, tokenizer = models.load(options.model)
     cache = DKVCache(attach(model, settings(options)))
-    ids = tokenizer(options.document.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids
+    ids = torch.tensor([opening(tokenizer, options.document.read_text(encoding="utf-8"))])
     for chunk in ids.split(512, dim=1):
         step(model, chunk, cache)
     cache.compress()
@@ -42,12 +43,11 @@ def save(options: argparse.Namespace) -> None:
 def ask(options: argparse.Namespace) -> None:
     model, tokenizer = models.load(options.model)
     cache = DKVCache(attach(model, settings(options))).load(options.file)
-    prompt = f"\n\nQuestion: {options.question}\nAnswer:"
-    ids, made = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids, []
+    ids, made = torch.tensor([asking(tokenizer, options.question)]), []
     for _ in range(options.max_new_tokens):
         ids = step(model, ids, cache).argmax(-1, keepdim=True)
         made.append(int(ids))
-        if made[-1] == tokenizer.eos_token_id or "\n" in tokenizer.decode(made[-1:]):
+        if made[-1] == tokenizer.eos_token_id:
             break
     print(tokenizer.decode(made, skip_special_tokens=True).strip())
 
