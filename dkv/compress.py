@@ -98,6 +98,12 @@ def _refuse_blocks(bad: Any, what: str) -> None:
 def reconstruct_blocks(blocks: CompressedBlocks, *, backend: str | None = None) -> tuple[Any, Any]:
     """Rebuild what the blocks stand for. For inspection and tests: attention never needs it.
 
+    Parameters
+    ----------
+    blocks : CompressedBlocks
+    backend : str, optional
+        As in :func:`compress_blocks`.
+
     Returns
     -------
     k : array [B, Hkv, N * block_size, D], cache dtype

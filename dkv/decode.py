@@ -162,6 +162,14 @@ def decode_attention(
     Returns
     -------
     AttentionState
+        ``out [B, Hq, Sq, Dv]`` in the dtype of ``q``, ``lse [B, Hq, Sq]`` float32, natural log.
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not fit; a config with tiers or a ratio, which stands for no single set of blocks.
+    TypeError
+        Arrays of another kind, library or dtype than is named above.
     """
     config = DKVConfig() if config is None else config
     check.check_config(config, plain=True)

@@ -42,6 +42,12 @@ def prefill_attention(
     Returns
     -------
     AttentionState
+        ``out [B, Hq, Sq, Dv]`` in the dtype of ``q``, ``lse [B, Hq, Sq]`` float32, natural log.
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not fit.
     """
     config = DKVConfig() if config is None else config
     check.check_config(config)
