@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 import dkv  # noqa: E402
 from dkv.benches import decode, demo, needle, recall  # noqa: E402
+from dkv.benches.results import read_rows  # noqa: E402
 from dkv.cli import main  # noqa: E402
 from dkv.config import PRESETS  # noqa: E402
 
@@ -183,7 +184,7 @@ def test_info(capsys):
     for name, reason in dkv.available_backends().items():
         (line,) = [line for line in _lines(text) if line.split()[0] == name]
         assert ("ready" in line) == (reason is None)
-    assert main(["info", "--json"]) == 0
+    assert main(["info", "--json", "-"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["backends"] == dkv.available_backends()
     if facts["backends"]["mlx"] is None:
@@ -196,7 +197,7 @@ def test_info(capsys):
 def test_bench_memory(tmp_path, capsys):
     file = tmp_path / "memory.json"
     assert main(["bench", "memory", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())
+    rows = read_rows(file)
     assert all(set(row) == {"model", "layout", "bytes_per_block_layer", "dense_bytes", "ratio"} for row in rows)
     found = {(row["model"], row["layout"]): row for row in rows}
     qwen = {layout: row for (model, layout), row in found.items() if model == "Qwen2.5-1.5B"}
@@ -216,7 +217,7 @@ def test_bench_memory(tmp_path, capsys):
 def test_bench_decode(tmp_path, capsys):
     file = tmp_path / "decode.json"
     assert main(["bench", "decode", "--contexts", "1600,6000", "--repeats", "1", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())
+    rows = read_rows(file)
     assert [row["context"] for row in rows] == [1600, 6000]
     for row in rows:
         assert {"op", "context", "dtype", "ms", "dense_ms", "sdpa_ms", "ratio"} <= set(row)
@@ -253,7 +254,7 @@ def test_demo_without_routing(tiny, tmp_path):
     file = tmp_path / "demo.json"
     options = ["--tokens", "700", "--window", "64", "--block-size", "64", "--no-route", "--seed", "3"]
     assert main(["demo", "--model", tiny, *options, "--json", str(file)]) == 0
-    assert len(json.loads(file.read_text())["rows"]) == 2
+    assert len(read_rows(file)) == 2
 
 
 def _row(variant, right, ratio=2.0, part=2.8):
@@ -277,12 +278,12 @@ def test_recall(tiny, tmp_path, capsys):
     file = tmp_path / "recall.json"
     options = ["--contexts", "800,1100", "--trials", "2", "--json", str(file)]
     assert main(["recall", "--model", tiny, *options]) == 0
-    rows = json.loads(file.read_text())
+    rows = read_rows(file)
     assert [(row["context"], row["variant"]) for row in rows] == [
         (context, variant) for context in (800, 1100) for variant in ("dense", "paper R=128", "paper R=64", "default")
     ]
     for row in rows:
-        assert set(row) == {"context", "variant", "right", "trials", "ratio", "whole_cache_ratio"}
+        assert set(row) == {"context", "variant", "right", "trials", "ratio", "whole_cache_ratio", "answers"}
         assert 0 <= row["right"] <= row["trials"] == 2
         assert (row["ratio"] == 1) == (row["variant"] == "dense")
     assert "of 2" in capsys.readouterr().out
@@ -351,7 +352,7 @@ def test_profile_writes_what_it_measured(tiny, small_prices, tmp_path, capsys):
     assert (made.model, made.text) == (os.path.basename(tiny), "book.txt")
     assert tiny not in file.read_text() and str(tmp_path) not in file.read_text()
     made.check_model(2, 2, 8)
-    assert main(["profile", tiny, "-o", str(again), "--text", str(text), *PROFILE_OPTIONS, "--json"]) == 0
+    assert main(["profile", tiny, "-o", str(again), "--text", str(text), *PROFILE_OPTIONS, "--json", "-"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["file"] == str(again) and facts["seconds"] > 0
     assert dkv.HeadProfile.from_dict(facts["profile"]) == made == dkv.HeadProfile.load(again)
@@ -400,7 +401,7 @@ def test_recall_of_a_preset(tiny, halves, tmp_path):
     profile_of([[0.1, 0.9], [0.8, 0.2]]).save(profile)
     options = ["--contexts", "1100", "--trials", "1", "--preset", "halves", "--profile", str(profile)]
     assert main(["recall", "--model", tiny, *options, "--json", str(file)]) == 0
-    rows = {row["variant"]: row for row in json.loads(file.read_text())}
+    rows = {row["variant"]: row for row in read_rows(file)}
     assert list(rows) == ["dense", "paper R=128", "paper R=64", "default", "preset halves"]
     assert rows["preset halves"]["ratio"] > 1.1 * rows["default"]["ratio"]
 
