@@ -55,7 +55,9 @@ def prefill_attention(
     if block_indices is None:
         top_k, ratio, mass = config.prefill_limits()
         limits = {"stride": config.prefill_stride, "ratio": ratio, "mass": mass}
-        block_indices = module.select_key_blocks(q, k, size, query_block, top_k, config.prefill_window, scale, **limits)
+        block_indices = module.select_key_blocks(
+            q, k, size, query_block, top_k, config.prefill_window, scale, **limits
+        )
     else:
         sizes = {"B": q.shape[0], "Hkv": k.shape[1], "n": -(-q.shape[2] // query_block)}
         check.check_integers("block_indices", block_indices, "B Hkv n W", **sizes)

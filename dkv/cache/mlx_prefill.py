@@ -27,7 +27,9 @@ class Past(NamedTuple):
         return self._replace(k=self.k[:, :, :stop], v=self.v[:, :, :stop])
 
 
-def every_row(heads: tuple[int, ...], k: mx.array, v: mx.array, sinks: int, blocks: CompressedBlocks | None) -> Past:
+def every_row(
+    heads: tuple[int, ...], k: mx.array, v: mx.array, sinks: int, blocks: CompressedBlocks | None
+) -> Past:
     """The exact rows ``k`` and ``v``, and behind the first ``sinks`` of them those that the blocks stand for."""
     if blocks is None:
         return Past(heads, k, v)
