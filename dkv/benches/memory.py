@@ -62,18 +62,23 @@ def run(seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def dense_block_nbytes(shape: Geometry) -> int:
+    """Bytes of a block's tokens in a layer of a dense float16 cache."""
+    return DKVConfig().block_size * 2 * 2 * shape.num_kv_heads * shape.head_dim
+
+
 def cache_nbytes(shape: Geometry, context: int, block_nbytes: float) -> float:
     """Bytes of a whole float16 cache by those of a block and layer; the default's sink and window are exact."""
     config = DKVConfig()
-    row = 2 * 2 * shape.num_kv_heads * shape.head_dim  # K and V of a token in a layer
     blocks = max(0, (context - config.sink_tokens - config.window) // config.block_size)
-    return shape.num_layers * ((context - blocks * config.block_size) * row + blocks * block_nbytes)
+    exact = context / config.block_size - blocks  # in blocks
+    return shape.num_layers * (exact * dense_block_nbytes(shape) + blocks * block_nbytes)
 
 
 def cache_curves(rows: Sequence[dict[str, Any]], shape: Geometry) -> dict[str, tuple[list[int], list[float]]]:
     """``layout -> (contexts, bytes)`` of a model's rows, and of dense attention."""
     own = {row["layout"]: row["bytes_per_block_layer"] for row in rows if row["model"] == shape.model}
-    own = {"dense": DKVConfig().block_size * 2 * 2 * shape.num_kv_heads * shape.head_dim} | own
+    own = {"dense": dense_block_nbytes(shape)} | own
     return {
         layout: (list(CONTEXTS), [cache_nbytes(shape, context, nbytes) for context in CONTEXTS])
         for layout, nbytes in own.items()

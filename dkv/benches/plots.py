@@ -10,8 +10,8 @@ from dkv._files import replaced
 
 DEPTHS = 5  # bands of a heat map whose passcodes lie anywhere
 Curve = tuple[Sequence[float], Sequence[float]]
-MARKERS = {"floor": ("x", "0.45"), "dkv": ("o", "C0"), "peer": ("s", "C1")}
-LABELS = {"floor": "floors", "dkv": "DKV", "peer": "peers"}
+MARKERS = {"floor": ("x", "0.45"), "published": ("D", "C1"), "dkv": ("o", "C0"), "peer": ("s", "C2")}
+LABELS = {"floor": "floors", "published": "published DKV", "dkv": "DKV", "peer": "peers"}
 SMALLEST_KL = 1e-7  # float32 rounding; a log axis has no room for less
 
 
@@ -20,17 +20,19 @@ def fidelity(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
 
     What stores nothing has no ratio and is drawn as a line across.
     """
-    figure = _figure(11, 5)
+    picture = figure(11, 5)
     for panel, (metric, title) in enumerate((("std_kl", "next tokens"), ("copy_kl", "copied from far back"))):
-        kl_against_ratio(figure.add_subplot(1, 2, panel + 1), rows, metric, title)
-    save(figure, path)
+        kl_against_ratio(picture.add_subplot(1, 2, panel + 1), rows, metric, title)
+    save(picture, path)
 
 
 def kl_against_ratio(axes: Any, rows: Sequence[dict[str, Any]], metric: str, title: str) -> None:
     """One panel of :func:`fidelity`."""
     axes.set(title=title, xlabel="ratio of the compressed part", ylabel="KL(dense || variant), nats", yscale="log")
     for kind, (marker, color) in MARKERS.items():
-        placed = [row for row in rows if row["kind"] == kind and row["ratio"] is not None]
+        placed = [row for row in rows if _kind(row) == kind and row["ratio"] is not None]
+        if not placed:
+            continue
         x = [row["ratio"] for row in placed]
         y = [max(row[metric], SMALLEST_KL) for row in placed]
         bars = [min(row.get(f"{metric}_spread") or 0.0, 0.99 * kl) for row, kl in zip(placed, y, strict=True)]
@@ -46,16 +48,21 @@ def kl_against_ratio(axes: Any, rows: Sequence[dict[str, Any]], metric: str, tit
     _label(axes, points)
 
 
+def _kind(row: dict[str, Any]) -> str:
+    return "published" if row["name"].startswith("paper") else str(row["kind"])
+
+
 def _label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
     """Names beside their points, each pushed up past the names that are already there."""
-    taken: list[tuple[float, float]] = []
-    for x, y, name in sorted(points, key=lambda point: point[1]):
-        left, bottom = axes.transData.transform((x, y))
-        place = bottom
-        for other_left, other_bottom in taken:  # in pixels, upwards
-            if abs(left - other_left) < 80 and abs(place - other_bottom) < 10:
-                place = other_bottom + 10
-        taken.append((left, place))
+    axes.figure.draw_without_rendering()  # places the axes
+    dots = [axes.transData.transform(point[:2]) for point in points]
+    taken = [(x - 4, x + 4, y) for x, y in dots]  # left, right, middle in pixels
+    for (dot, bottom), (x, y, name) in sorted(zip(dots, points, strict=True), key=lambda each: each[0][1]):
+        left, right, place = dot + 5, dot + 8 + 5.5 * len(name), bottom
+        for other_left, other_right, other in sorted(taken, key=lambda each: each[2]):  # upwards
+            if left < other_right and other_left < right and abs(place - other) < 10:
+                place = other + 10
+        taken.append((left, right, place))
         offset = (5, (place - bottom) * 72 / axes.figure.dpi - 2)
         axes.annotate(name, (x, y), xytext=offset, textcoords="offset points", fontsize=7)
 
@@ -69,8 +76,8 @@ def recall(rows: Sequence[dict[str, Any]], path: str | Path, bands: int = DEPTHS
 
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     contexts = sorted({row["context"] for row in rows})
-    figure = _figure(1.5 + len(variants) * max(2.2, 0.8 * len(contexts)), 1.8 + 0.35 * bands)
-    panels = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
+    picture = figure(1.5 + len(variants) * max(2.2, 0.8 * len(contexts)), 1.8 + 0.35 * bands)
+    panels = picture.subplots(1, len(variants), sharey=True, squeeze=False)[0]
     for axes, variant in zip(panels, variants, strict=True):
         right, asked = np.zeros((bands, len(contexts))), np.zeros((bands, len(contexts)))
         for row in rows:
@@ -89,8 +96,8 @@ def recall(rows: Sequence[dict[str, Any]], path: str | Path, bands: int = DEPTHS
         axes.set_xticklabels([f"{context:,}" for context in contexts], rotation=45, ha="right")
         axes.set_yticklabels([f"{band / bands:.0%} to {(band + 1) / bands:.0%}" for band in range(bands)])
     panels[0].set_ylabel("depth of the passcode")
-    figure.colorbar(image, ax=list(panels), label="share recalled", pad=0.01)
-    save(figure, path)
+    picture.colorbar(image, ax=list(panels), label="share recalled", pad=0.01)
+    save(picture, path)
 
 
 def times(rows: Sequence[dict[str, Any]], path: str | Path, title: str) -> None:
@@ -134,34 +141,42 @@ def engines(rows: Sequence[dict[str, Any]], path: str | Path, title: str) -> Non
 
 def curves(panels: Mapping[str, tuple[str, Mapping[str, Curve]]], path: str | Path, title: str = "") -> None:
     """Curves against the context, both axes logarithmic: ``title -> (label of y, name -> (x, y))``."""
-    figure = _figure(0.5 + 4.5 * len(panels), 4)
+    picture = figure(0.5 + 4.5 * len(panels), 4)
     for index, (name, (label, found)) in enumerate(panels.items()):
-        against_context(figure.add_subplot(1, len(panels), index + 1), name, label, found)
+        against_context(picture.add_subplot(1, len(panels), index + 1), name, label, found)
     if title:
-        figure.suptitle(title)
-    save(figure, path)
+        picture.suptitle(title)
+    save(picture, path)
 
 
 def against_context(axes: Any, title: str, label: str, found: Mapping[str, Curve]) -> None:
     """One panel of :func:`curves`; dense attention is drawn in grey."""
     for name, (x, y) in found.items():
         dense = "dense" in name
-        style = {"color": "0.35", "linestyle": "--"} if dense or name == "SDPA" else {}
+        style = {"color": "0.35", "linestyle": "--" if dense else ":"} if dense or name == "SDPA" else {}
         axes.plot(x, y, marker=None if len(x) > 9 else ("s" if dense else "o"), markersize=4, label=name, **style)
     ticks = sorted({each for x, _ in found.values() for each in x})
-    axes.set(title=title, xlabel="context, tokens", ylabel=label, xscale="log", yscale="log")
-    if len(ticks) <= 9:
-        axes.set_xticks(ticks, [_tokens(each) for each in ticks])
-        axes.minorticks_off()
-    axes.grid(alpha=0.3)
+    label_contexts(axes, title, label, ticks)
+    axes.set_yscale("log")
     axes.legend(fontsize=8)
 
 
+def label_contexts(axes: Any, title: str, label: str, contexts: Sequence[float]) -> None:
+    """The axis of the contexts: logarithmic, its ticks at those that were measured, or at some of them."""
+    axes.set(title=title, xlabel="context, tokens", ylabel=label, xscale="log")
+    ticks = contexts[:: -(-len(contexts) // 7)]
+    axes.set_xticks(ticks, [_tokens(each) for each in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
 def _tokens(number: float) -> str:
-    return f"{number / 1024:g}k" if number % 1024 == 0 else f"{number:,}"
+    if number % 512:
+        return f"{number:,}"
+    return f"{number / 1024:g}k" if number < 1 << 20 else f"{number / (1 << 20):g}M"
 
 
-def _figure(width: float, height: float) -> Any:
+def figure(width: float, height: float) -> Any:
     """A figure of its own: no window, no display."""
     from matplotlib.figure import Figure
 
