@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -135,42 +134,7 @@ def test_a_missing_package_names_the_extra(missing):
     assert missing in done.stderr and 'pip install "dkv[demo]"' in done.stderr
 
 
-def test_an_interrupt_is_exit_code_130_without_a_traceback(tiny):
-    ready = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have it ignored
-    code = f"{ready}import sys; from dkv.cli import main; print('up', flush=True); sys.exit(main(sys.argv[1:]))"
-    arguments = ["recall", "--model", tiny, "--contexts", "2048", "--trials", "1000"]
-    command = [sys.executable, "-c", code, *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "up\n"
-    try:
-        process.wait(timeout=6)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors and "interrupted" in errors
-
-
 # What works
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["demo", "--help"],
-        ["generate", "--help"],
-        ["recall", "--help"],
-        ["profile", "--help"],
-        ["info", "--help"],
-        ["bench", "--help"],
-    ]
-    + [["bench", "memory", "--help"], ["bench", "decode", "--help"], [], ["bench"]],
-)
-def test_help(arguments, capsys):
-    assert main(arguments) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("Usage: dkv") and printed.err == ""
 
 
 def test_version(capsys):

@@ -48,10 +48,12 @@ def root(
         raise typer.Exit()
 
 
-app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
-app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
-app.command("profile", epilog=profile.EXAMPLES)(profile.profile)
-app.command("recall", epilog=recall.EXAMPLES)(recall.recall)
-app.command("fidelity", epilog=fidelity.EXAMPLES)(fidelity.fidelity)
-app.command("info", epilog=info.EXAMPLES)(info.info)
+app.command("demo", short_help="Passcode in a long text: dense beside DKV.", epilog=demo.EXAMPLES)(demo.demo)
+app.command("generate", short_help="Continue a text, streaming.", epilog=generate.EXAMPLES)(generate.generate)
+app.command("profile", short_help="Measure what each kv head needs stored.", epilog=profile.EXAMPLES)(profile.profile)
+app.command("recall", short_help="How often a passcode survives compression.", epilog=recall.EXAMPLES)(recall.recall)
+app.command("fidelity", short_help="Distance from the dense cache, beside peers.", epilog=fidelity.EXAMPLES)(
+    fidelity.fidelity
+)
+app.command("info", short_help="Versions, and which backends run here.", epilog=info.EXAMPLES)(info.info)
 app.add_typer(bench.app, name="bench")

@@ -50,10 +50,10 @@ JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the results to this file; - is stdout, tables go to stderr."),
 ]
-PLOT_SUFFIXES = (".svg", ".png", ".pdf")
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PlotOption = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw the results into this file: .svg, .png or .pdf."),
+    typer.Option("--plot", metavar="FILE", help="Draw the results into this file: .png, .svg or .pdf."),
 ]
 RankOption = Annotated[int, typer.Option(help="Rank of the low-rank part, 0 to 128.")]
 BlockSizeOption = Annotated[int, typer.Option(help="Tokens in a compressed block, 2 to 256.")]
@@ -158,7 +158,7 @@ def check_outputs(json_file: Path | None, plot: Path | None = None) -> Console:
     """Refuse before the work, not after it. Gives where tables go: JSON on standard output has it for itself."""
     if plot is not None:
         if plot.suffix not in PLOT_SUFFIXES:
-            raise CliError(f"--plot must end in {', '.join(PLOT_SUFFIXES)}, got {str(plot)!r}")
+            raise CliError(f"--plot must end in .png, .svg or .pdf, got {str(plot)!r}")
         if importlib.util.find_spec("matplotlib") is None:
             raise CliError('--plot needs matplotlib: pip install "dkv[plot]"')
     to_stdout = json_file is not None and str(json_file) == results.STDOUT

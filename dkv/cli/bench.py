@@ -26,7 +26,7 @@ EXAMPLES = {
 }
 app = typer.Typer(help="Measure bytes and times.", rich_markup_mode=None)
 
-app.command("mlx", epilog=bench_mlx.EXAMPLES)(bench_mlx.mlx)
+app.command("mlx", short_help="DKV beside dense mlx-lm.", epilog=bench_mlx.EXAMPLES)(bench_mlx.mlx)
 
 
 @app.callback(invoke_without_command=True)
@@ -36,7 +36,7 @@ def bench(context: typer.Context) -> None:
         raise typer.Exit()
 
 
-@app.command(epilog=EXAMPLES["memory"])
+@app.command(short_help="Bytes of a compressed block.", epilog=EXAMPLES["memory"])
 def memory(seed: _common.SeedOption = 0, json_file: _common.JsonOption = None, plot: _common.PlotOption = None) -> None:
     """Bytes of one compressed block and layer, counted from real arrays.
 
@@ -70,7 +70,7 @@ def memory(seed: _common.SeedOption = 0, json_file: _common.JsonOption = None, p
             plots.memory(rows, plot)
 
 
-@app.command(epilog=EXAMPLES["decode"])
+@app.command(short_help="Time of a decode step.", epilog=EXAMPLES["decode"])
 def decode(
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens, with commas.")] = (
         "4096,16384,65536,131072,262144"
@@ -127,7 +127,7 @@ def decode(
             plots.times(rows, plot, f"One decode step of one layer, {dtype}")
 
 
-@app.command(epilog=EXAMPLES["prefill"])
+@app.command(short_help="Time of a prompt.", epilog=EXAMPLES["prefill"])
 def prefill(
     contexts: Annotated[
         str, typer.Option(help="Prompt lengths in tokens, with commas.")
