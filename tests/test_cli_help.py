@@ -58,10 +58,8 @@ def test_help_has_examples_that_parse(arguments, capsys):
 def test_help_lists_the_commands(arguments, capsys):
     assert main(arguments) == 0
     printed = capsys.readouterr()
-    assert (
     assert printed.out.startswith("Usage: dkv") and printed.err == ""
     assert "..." not in printed.out.replace("[ARGS]...", "")  # nothing is cut off
-    )
     for name in [command[-1] for command in COMMANDS if (len(command) == 2) == (arguments[:1] == ["bench"])]:
         assert re.search(rf"^  {name} +\w", printed.out, flags=re.MULTILINE)
 
