@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
-import typer.main  # noqa: E402
+import typer.main
 
-from dkv import cli  # noqa: E402
-from dkv.cli import main  # noqa: E402
-from dkv.cli._app import app  # noqa: E402
+from dkv import cli
+from dkv.cli import main
+from dkv.cli._app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")

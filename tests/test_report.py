@@ -34,12 +34,14 @@ def test_readme_and_results_are_those_of_the_files():
     assert (ROOT / "docs" / "images" / "memory-and-recall.svg").is_file()
 
 
-@pytest.mark.parametrize(("page", "number"), [("README.md", "9.67"), ("docs/results.md", "9.668")])
-def test_a_changed_number_is_noticed(page, number, copy, capsys):
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_a_changed_number_is_noticed(page, copy, capsys):
     assert check(copy) == 0
+    ms = results.read_rows(copy / "bench" / "results" / "decode.json")[-1]["ms"]
+    number = f"{ms:.2f}" if page == "README.md" else report_tables.cell(ms)
     file = copy / page
     text = file.read_text()
-    assert text.count(f"| {number} |") >= 1
+    assert f"| {number} |" in text
     file.write_text(text.replace(f"| {number} |", "| 1.23 |"))
     assert check(copy) == 1
     assert capsys.readouterr().out.startswith(f"{page} does not say what bench/results/ holds")
