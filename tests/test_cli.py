@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and that bad input gets one line and exit code 2."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -31,6 +32,11 @@ def halves(monkeypatch):
 
 def _lines(text):
     return [line for line in text.splitlines() if line.strip()]
+
+
+def drawn(folder):
+    """Options that draw a picture where matplotlib is there to do it."""
+    return ["--plot", str(folder / "plot.svg")] if importlib.util.find_spec("matplotlib") else []
 
 
 # Bad input
@@ -180,13 +186,19 @@ def test_bench_memory(tmp_path, capsys):
 
 def test_bench_decode(tmp_path, capsys):
     file = tmp_path / "decode.json"
-    assert main(["bench", "decode", "--contexts", "1600,6000", "--repeats", "1", "--json", str(file)]) == 0
+    assert (
+        main(["bench", "decode", "--contexts", "1600,6000", "--repeats", "1", "--json", str(file), *drawn(tmp_path)])
+        == 0
+    )
     rows = read_rows(file)
     assert [row["context"] for row in rows] == [1600, 6000]
     for row in rows:
         assert {"op", "context", "dtype", "ms", "dense_ms", "sdpa_ms", "ratio"} <= set(row)
         assert min(row["ms"], row["dense_ms"], row["sdpa_ms"]) > 0
     assert "6,000" in capsys.readouterr().out
+    if drawn(tmp_path):
+        picture = (tmp_path / "plot.svg").read_text()
+        assert all(f"<!-- {text} -->" in picture for text in ("DKV", "best dense", "SDPA", "6,000"))
 
 
 def test_the_dense_baseline_is_attention():

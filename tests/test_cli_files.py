@@ -108,7 +108,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(arguments, no_model, 
     for more in bad:
         assert main([*arguments, *more]) == 2, more
         printed = capsys.readouterr()
-        assert printed.out == "" and len(printed.err.splitlines()) == 1 and "x" in printed.err
+        assert printed.out == "" and len(printed.err.splitlines()) == 1 and more[1] in printed.err
     if pictured:
         find = importlib.util.find_spec
         with monkeypatch.context() as patch:
@@ -269,23 +269,24 @@ PYTHON = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
 @pytest.mark.parametrize(("right", "code"), [((True, True), 0), ((True, False), 1), ((False, False), 0)])
 def test_the_demo_fails_when_it_forgot(right, code, tiny, tmp_path, monkeypatch, capsys):
     rows = [
-        demo.Row(name, "x", knew, 10, 1.0, None, 0, "", 1.0, 1.0)
+        demo.Row(name, "x", knew, 10, 1.0, 2.0, 0, "", 1.0, 1.0)
         for name, knew in zip(("dense", "DKV"), right, strict=True)
     ]
     monkeypatch.setattr(demo, "run", lambda *arguments, **options: rows)
     file = tmp_path / "demo.json"
     assert main(["demo", "--model", tiny, *SMALL, "--json", str(file)]) == code
-    assert ("WRONG" in capsys.readouterr().out) == (code == 1)
+    assert ("these settings forget" in capsys.readouterr().out) == (code == 1)
     assert [row["right"] for row in results.read_rows(file)] == list(right)
 
 
-def test_no_space_for_the_output():
+@pytest.mark.parametrize(("arguments", "what"), [(["info", "--json", "-"], "-"), (["info"], "the output")])
+def test_no_space_for_the_output(arguments, what):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
-    code = "import sys; from dkv.cli import main; sys.exit(main(['info', '--json', '-']))"
+    code = "import sys; from dkv.cli import main; sys.exit(main(sys.argv[1:]))"
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*PYTHON, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "dkv: cannot write the output: No space left on device\n")
+        done = subprocess.run([*PYTHON, "-c", code, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, f"dkv: cannot write {what}: No space left on device\n")
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def engines(rows: Sequence[dict[str, Any]], path: str | Path, title: str) -> Non
     """Draw the rows of :func:`dkv.benches.mlx_lm.run`: prefill, decode and bytes against the context."""
 
     def by_engine(value: Any) -> dict[str, Curve]:
-        found = {}
+        found: dict[str, Curve] = {}
         for engine in dict.fromkeys(row["engine"] for row in rows):
             own = [row for row in rows if row["engine"] == engine]
             found[engine] = ([row["context"] for row in own], [value(row) for row in own])

@@ -41,6 +41,7 @@ def dump(path: str | os.PathLike[str], value: Any) -> None:
     text = json.dumps(value, indent=1) + "\n"
     if os.fspath(path) == STDOUT:
         sys.stdout.write(text)
+        sys.stdout.flush()
         return
     target = os.path.realpath(path)
     special = os.path.exists(target) and not os.path.isfile(target)

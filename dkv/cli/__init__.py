@@ -57,7 +57,9 @@ def _main(argv: list[str]) -> int:
         if code == INTERRUPTED:  # typer turns the exception into this code
             return _say("interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
-    except (CliError, ModelError, MissingPackageError, NotImplementedError) as error:
+    except CliError as error:
+        return _say(str(error), error.code)
+    except (ModelError, MissingPackageError, NotImplementedError) as error:
         return _say(str(error), REFUSED)
     except BrokenPipeError:
         raise

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from dkv.benches import results
+from dkv.cli import FAILED, REFUSED
 from dkv.config import PRESETS, DKVConfig
 from dkv.profile import HeadProfile, shipped_names
 
@@ -37,7 +38,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class CliError(Exception):
-    """Bad input; the message is one line."""
+    """Bad input, or with another exit code what failed later; the message is one line."""
+
+    def __init__(self, message: str, code: int = REFUSED) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 ModelOption = Annotated[
@@ -197,7 +202,7 @@ def writing(path: Path | None) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CliError(f"cannot write {path}: {error.strerror or error}") from error
+        raise CliError(f"cannot write {path}: {error.strerror or error}", FAILED) from error
 
 
 class Advance(Protocol):
