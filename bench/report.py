@@ -27,7 +27,7 @@ HEAD = """# Results
 
 Written by `python -m bench.report` from the files under `bench/results/`; `python -m bench.report --check` says whether
 this page and README say what the files do. Each table has the command that makes its file. What the numbers mean, and
-what is not good yet, is in [README](../README.md); how blocks are stored in [codec.md](codec.md).
+what is not good yet, is in README.md; how blocks are stored in [codec.md](codec.md).
 
 ![Memory of the KV cache, what compression loses, and recall](images/memory-and-recall.svg)
 """

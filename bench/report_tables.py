@@ -383,8 +383,18 @@ SECTIONS = {
         "Microseconds, medians.",
         plain,
     ),
-    "soak.json": Section("A long stream through a cache", "", "", plain),
-    "faults.json": Section("Faults", "", "", plain),
+    "soak.json": Section(
+        "A million tokens through one cache of bounded size",
+        f"python -m bench.soak --json {RESULTS}/soak.json",
+        "Synthetic rows; a decode step now and then beside float64 attention over the rows that are to be there.",
+        plain,
+    ),
+    "faults.json": Section(
+        "What was tried to break it",
+        f"python -m bench.faults --json {RESULTS}/faults.json",
+        "Spoilt files, killed writers, bad arguments, and state machines of the tests with more examples.",
+        plain,
+    ),
     "metal_mutants.txt": Section(
         "Metal sources broken in one place at a time",
         f"python tests/metal_mutants.py > {RESULTS}/metal_mutants.txt",
