@@ -37,7 +37,7 @@ def cell(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, dict):
         return ", ".join(f"{key} {cell(each)}" for key, each in value.items())
     return ", ".join(map(cell, value)) if isinstance(value, list) else str(value)
@@ -240,15 +240,15 @@ def induction(rows: Rows) -> str:
 
 
 def stitched(rows: Rows) -> str:
-    names = list(rows[0]["error"])
     return table(
-        ("layer", "context", "blocks", "attended", *(f"{name}: mean / worst head" for name in names)),
+        ("layer", "context", "blocks", "attended", "chosen by", "error, mean of heads", "worst head"),
         [
             [
                 *(cell(row[key]) for key in ("layer", "context", "blocks", "top_k")),
-                *(f"{row['error'][name]:.2g} / {row['worst_head'][name]:.2g}" for name in names),
+                *(name, f"{error:.2g}", f"{row['worst_head'][name]:.2g}"),
             ]
             for row in rows
+            for name, error in row["error"].items()
         ],
     )
 
@@ -327,14 +327,14 @@ SECTIONS = {
     ),
     "induction.json": Section(
         "Recall and memory at long contexts, by a constructed transformer",
-        f"python -m bench.induction --json {RESULTS}/induction.json",
+        f"python -m bench.induction --contexts 8192,32768 --json {RESULTS}/induction.json",
         "Its weights are written down, not trained: it copies what followed an earlier copy. Each row in a process "
         "of its own.",
         induction,
     ),
     "stitched.json": Section(
         "Attention over long contexts of real keys",
-        f"python -m bench.stitched --json {RESULTS}/stitched.json",
+        f"python -m bench.stitched --contexts 8192,16384 --json {RESULTS}/stitched.json",
         "One layer of SmolLM2-135M, keys turned to their positions: distance of the output from exact attention over "
         'its length. "every n": a selection of blocks serves n queries.',
         stitched,
