@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def mutants(text: str) -> str:
     return f"{total['barrier']} and {total['guard']} of them; {total['same']} more change nothing"
 
 
-BLOCKS = {
+BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "memory": ("memory.json", memory),
     "fidelity": ("fidelity.json", fidelity),
     "routing": ("routing.json", routing),
