@@ -138,7 +138,11 @@ def test_pictures_of_recall(tiny, tmp_path):
 
 def test_a_heat_map_counts_where_it_was_asked(tmp_path):
     answers = [{"depth": 0.05, "right": True}, {"depth": 0.15, "right": False}, {"depth": 1.0, "right": True}]
-    drawing().recall([{"context": 1024, "variant": "default", "answers": answers}], tmp_path / "x.svg", 5)
+    rows = [{"context": 1024, "variant": "default", "answers": answers}]
+    right, asked = drawing().answered(rows, [512, 1024], 5)
+    assert right.tolist() == [[0, 1], [0, 0], [0, 0], [0, 0], [0, 1]]
+    assert asked.tolist() == [[0, 2], [0, 0], [0, 0], [0, 0], [0, 1]]
+    drawing().recall(rows, tmp_path / "x.svg", 5)
     drawn = (tmp_path / "x.svg").read_text()
     assert drawn.count("<!-- 1/2 -->") == 1 and drawn.count("<!-- 1/1 -->") == 1
 

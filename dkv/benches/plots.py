@@ -79,12 +79,7 @@ def recall(rows: Sequence[dict[str, Any]], path: str | Path, bands: int = DEPTHS
     picture = figure(1.5 + len(variants) * max(2.2, 0.8 * len(contexts)), 1.8 + 0.35 * bands)
     panels = picture.subplots(1, len(variants), sharey=True, squeeze=False)[0]
     for axes, variant in zip(panels, variants, strict=True):
-        right, asked = np.zeros((bands, len(contexts))), np.zeros((bands, len(contexts)))
-        for row in rows:
-            for answer in row["answers"] if row["variant"] == variant else ():
-                cell = min(int(answer["depth"] * bands), bands - 1), contexts.index(row["context"])
-                asked[cell] += 1
-                right[cell] += answer["right"]
+        right, asked = answered([row for row in rows if row["variant"] == variant], contexts, bands)
         share = np.ma.masked_where(asked == 0, right / np.maximum(asked, 1))
         image = axes.imshow(share, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         for (band, column), count in np.ndenumerate(asked):
@@ -98,6 +93,19 @@ def recall(rows: Sequence[dict[str, Any]], path: str | Path, bands: int = DEPTHS
     panels[0].set_ylabel("depth of the passcode")
     picture.colorbar(image, ax=list(panels), label="share recalled", pad=0.01)
     save(picture, path)
+
+
+def answered(rows: Sequence[dict[str, Any]], contexts: Sequence[int], bands: int) -> tuple[Any, Any]:
+    """Right answers and questions of one variant, ``[bands, contexts]`` each."""
+    import numpy as np
+
+    right, asked = np.zeros((bands, len(contexts))), np.zeros((bands, len(contexts)))
+    for row in rows:
+        for answer in row["answers"]:
+            cell = min(int(answer["depth"] * bands), bands - 1), contexts.index(row["context"])
+            asked[cell] += 1
+            right[cell] += answer["right"]
+    return right, asked
 
 
 def times(rows: Sequence[dict[str, Any]], path: str | Path, title: str) -> None:
