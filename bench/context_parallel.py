@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from dkv import DKVConfig, distributed
 from dkv.benches.decode import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, _tiled_blocks
-from dkv.cli._common import write_json
+from dkv.benches.results import write_json
 
 STEPS = 5
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dkv.benches import induction
-from dkv.cli._common import write_json
+from dkv.benches.results import write_json
 
 MIB = 1 << 20
 

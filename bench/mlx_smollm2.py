@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ import mlx_lm
 from dkv import DKVConfig, models
 from dkv.benches import mlx_lm as measure
 from dkv.benches import mlx_model, needle
+from dkv.benches.results import write_json
 
 NAME = "smollm2-135m"
 
@@ -97,7 +97,7 @@ def main() -> None:
     for row in rows:
         print(row)
     print("same greedy answer:", same)
-    if options.json:
+    if options.json is not None:
         settings = {name: getattr(options, name) for name in ("tokens", "chunk", "seed")}
         value = {
             "what": "SmolLM2-135M, int4 by mlx_lm.convert, float32 activations; torch has the same weights",
@@ -108,7 +108,7 @@ def main() -> None:
             "same_greedy_answer": same,
             "rows": rows,
         }
-        options.json.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, value)
 
 
 if __name__ == "__main__":

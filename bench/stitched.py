@@ -18,7 +18,7 @@ from torch import Tensor
 import dkv
 from dkv import DKVConfig, HeadProfile
 from dkv.benches import needle
-from dkv.cli._common import write_json
+from dkv.benches.results import write_json
 from dkv.integrations.transformers import attending
 from dkv.models import load
 

@@ -311,7 +311,8 @@ def main(names: list[str]) -> int:
             else:
                 result = caught(mutant, cases, ("checked", "random"))
                 missed += not result
-            print(f"{name} | {mutant.file}:{mutant.line} | {mutant.what} | {result[:110] or 'NOT CAUGHT'}", flush=True)
+            what = " ".join(mutant.what.split())
+            print(f"{name} | {mutant.file}:{mutant.line} | {what} | {result[:110] or 'NOT CAUGHT'}", flush=True)
     print(f"{missed} not caught")
     return missed > 0
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dkv.benches.results import read_rows
+
 pytest.importorskip("triton")
 pytest.importorskip("rich")
 
@@ -76,7 +78,7 @@ def test_t02_i05_i09_kernels_of_a_decode_step_compile_for_both_makers(tmp_path):
     arguments = ("--ops", ops, "--targets", "sm_90,gfx942", "--quick", "--geometries", "1", "--every")
     done = run("bench.aot", *arguments, "--json", str(file))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    rows = json.loads(file.read_text())
+    rows = read_rows(file)
     assert {row["target"] for row in rows} == {"sm_90", "gfx942"}
     assert all(row["decode"] or row["kernel"].startswith("_merge") for row in rows)
     assert any(row["matrix"] for row in rows) and not any(row["spills"] for row in rows)

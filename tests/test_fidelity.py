@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 import dkv  # noqa: E402
 from dkv.benches import fidelity, kvpress_peer, needle, peers  # noqa: E402
+from dkv.benches.results import read_rows  # noqa: E402
 from dkv.integrations.transformers import DKVCache, attach, detach  # noqa: E402
 
 TOKENS = fidelity.SHORTEST
@@ -408,7 +409,7 @@ def test_the_command(tiny, tmp_path, capsys):
     if "--plot" in options:
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    rows = json.loads(file.read_text())
+    rows = read_rows(file)
     names = [row["name"] for row in rows]
     assert names[:4] == ["drop the middle", "keep newest 1/2", "keep newest 1/4", "keep newest 1/6"]
     assert names[4:7] == list(fidelity.default_variants(None)) and names[7:11] == ["int8", "int4", "int3", "int2"]
@@ -429,7 +430,7 @@ def test_the_command_with_a_text_fewer_variants_and_more_rows(tiny, tmp_path, ca
     text.write_text("All work and no play makes a text. " * 60, encoding="utf-8")
     options = ["--model", tiny, "--tokens", TOKENS, "--offsets", "17", "--trials", 0, "--no-peers"]
     assert _dkv(*options, "--text", text, "--variants", "paper R=64, default", "--json", first) == 0
-    rows = json.loads(first.read_text())
+    rows = read_rows(first)
     assert [row["name"] for row in rows[4:]] == ["paper R=64", "default"]
     printed = capsys.readouterr().out
     assert "Not measured" not in printed and "One text" in printed and "±" not in printed
@@ -437,7 +438,7 @@ def test_the_command_with_a_text_fewer_variants_and_more_rows(tiny, tmp_path, ca
     first.write_text(json.dumps(rows))
     assert _dkv(*options, "--text", text, "--variants", "default", "--add", first, "--json", second) == 0
     assert "elsewhere" in capsys.readouterr().out
-    assert json.loads(second.read_text())[5:] == rows
+    assert read_rows(second)[5:] == rows
     assert _dkv(*options[:-3], "--trials", 0, "--offsets", "18", "--add", first) == 2
     assert "'from elsewhere' was measured with 1280 tokens at offsets [17]" in capsys.readouterr().err
 

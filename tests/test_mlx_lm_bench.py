@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 
@@ -26,10 +27,13 @@ ENGINES = ["mlx-lm dense", "mlx-lm DKV", "torch dense", "torch DKV"]
 
 def test_bench_mlx_beside_torch(tiny, tmp_path, capsys):
     file = tmp_path / "mlx.json"
+    drawn = ["--plot", str(tmp_path / "mlx.svg")] if importlib.util.find_spec("matplotlib") else []
     beside = ["--torch-model", tiny, "--torch-dtype", "float32", "--torch-device", "cpu"]
-    assert main(["bench", "mlx", "--model", tiny, *SHORT, *beside, "--top-k", "2", "--json", str(file)]) == 0
+    assert main(["bench", "mlx", "--model", tiny, *SHORT, *beside, "--top-k", "2", "--json", str(file), *drawn]) == 0
     printed = capsys.readouterr().out
     kept = json.loads(file.read_text())
+    assert kept["command"].startswith("dkv bench mlx") and "mlx" in kept["versions"]
+    assert not drawn or all((tmp_path / "mlx.svg").read_text().count(f"<!-- {engine} -->") == 3 for engine in ENGINES)
     assert [(row["context"], row["engine"]) for row in kept["rows"]] == [(c, e) for c in (300, 420) for e in ENGINES]
     for row in kept["rows"]:
         assert row["engine"] in printed and f"{row['context']:,}" in printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 import dkv  # noqa: E402
 from dkv.benches import fidelity, needle, prefill_fidelity  # noqa: E402
+from dkv.benches.results import read_rows  # noqa: E402
 from dkv.config import EVERY_POSITION  # noqa: E402
 from dkv.integrations.transformers import DKVCache, attach, detach  # noqa: E402
 
@@ -83,14 +83,14 @@ def test_the_commands(tiny: str, tmp_path: Any, capsys: Any, monkeypatch: pytest
     file = tmp_path / "rows.json"
     options = ["--tokens", str(TOKENS), "--offsets", "0", "--trials", "0", "--dtype", "float32"]
     assert main(["fidelity", "--model", tiny, "--prefill", *options, "--json", str(file)]) == 0
-    (row,) = json.loads(file.read_text())
+    (row,) = read_rows(file)
     assert row["name"] == "window" and {"visited", "std_kl", "copy_kl", "end_copy_kl", "recall"} <= set(row)
     assert "visited" in capsys.readouterr().out
     assert main(["fidelity", "--model", tiny, "--prefill", "--routing"]) == 2
     assert "--prefill has a table of its own" in capsys.readouterr().err
 
     assert main(["bench", "prefill", "--contexts", "100,400", "--repeats", "1", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())
+    rows = read_rows(file)
     assert [row["context"] for row in rows] == [100, 400]
     for row in rows:
         assert {"op", "context", "dtype", "ms", "dense_ms", "sdpa_ms", "ratio"} <= set(row)

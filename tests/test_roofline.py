@@ -21,6 +21,7 @@ from bench import roofline  # noqa: E402
 from bench.launches import FITTED, Geometry, launches, recorded  # noqa: E402
 from bench.traffic import KERNELS, traffic  # noqa: E402
 from dkv import testing  # noqa: E402
+from dkv.benches.results import read_rows  # noqa: E402
 from dkv.kernels.triton import _launch, decode, merge, route  # noqa: E402
 from dkv.kernels.triton._select import Pins, select_scores  # noqa: E402
 from dkv.types import BlockFormat  # noqa: E402
@@ -177,10 +178,8 @@ def test_every_kernel_of_a_step_has_a_count():
 
 
 def test_the_bench_prints_and_writes(tmp_path, capsys):
-    import json
-
     file = tmp_path / "roofline.json"
     assert roofline.main(["--json", str(file), "--contexts", "4096", "--batches", "1", "--devices", "H200"]) == 0
-    rows = json.loads(file.read_text())
+    rows = read_rows(file)
     assert len(rows) == len(roofline.PRESETS) * len(roofline.KV_HEADS)
     assert "4,096" in capsys.readouterr().out and os.path.getsize(file) > 100

@@ -89,6 +89,11 @@ def run(
     return rows
 
 
+def forgot(rows: list[Row]) -> bool:
+    """Whether the dense cache knew the passcode and a compressed one did not."""
+    return rows[0].right and not all(row.right for row in rows)
+
+
 def sentence(rows: list[Row], code: str) -> str:
     """What the table means, in plain words."""
     dense, compressed = rows[0], rows[1:]

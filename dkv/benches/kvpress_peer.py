@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dkv import models
-from dkv.benches import fidelity, needle
+from dkv.benches import fidelity, needle, results
 
 ATTENTION = "dkv_kept_rows"
 METHODS = {  # how rows compete: within a head, within a layer, or within the model
@@ -214,11 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
-    content = json.dumps(rows, indent=2) + "\n"
-    if options.json is None:
-        print(content, end="")
-    else:
-        options.json.write_text(content, encoding="utf-8")
+    results.write_json(options.json or results.STDOUT, rows)
     return 0
 
 

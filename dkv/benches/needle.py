@@ -70,7 +70,14 @@ def longest(tokenizer: Any) -> int:
 
 
 def bury(
-    tokenizer: Any, tokens: int, seed: int, first: int = 0, last: int = 0, low: float = 0.10, high: float = 0.85
+    tokenizer: Any,
+    tokens: int,
+    seed: int,
+    first: int = 0,
+    last: int = 0,
+    low: float = 0.10,
+    high: float = 0.85,
+    depth: float | None = None,
 ) -> Haystack:
     """A haystack of exactly ``tokens`` tokens.
 
@@ -84,6 +91,8 @@ def bury(
         Tokens at either end that stay exact in the cache; the passcode is kept out of them where the text allows.
     low, high : float
         Range of the depth, as a share of the text.
+    depth : float, optional
+        Where, 0 to 1, between ``first`` and ``last``; the seed does not decide it, nor is it kept in a range.
 
     Raises
     ------
@@ -98,11 +107,13 @@ def bury(
     length = tokens - len(needle) - len(start)
     if length < 1:
         raise ValueError(f"the buried passcode alone takes {len(needle)} tokens, more than {tokens}")
-    low_at, high_at = int(low * tokens), int(high * tokens)
+    low_at, high_at = (int(low * tokens), int(high * tokens)) if depth is None else (0, tokens)
     if first + len(needle) < tokens - last:
         low_at = max(low_at, first)
         high_at = max(low_at, min(high_at, tokens - last - len(needle)))
-    position = min(max(rng.randint(low_at, high_at), len(start)), len(start) + length)
+    drawn = rng.randint(low_at, high_at)
+    place = drawn if depth is None else low_at + round(depth * (high_at - low_at))
+    position = min(max(place, len(start)), len(start) + length)
     text = prose()
     offset = rng.randrange(len(text))
     doubled = text[offset:] + text[:offset]

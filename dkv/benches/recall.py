@@ -29,19 +29,22 @@ def run(
     trials: int = 5,
     seed: int = 0,
     variants: Mapping[str, DKVConfig] | None = None,
+    depths: int = 0,
     advance: Callable[[str], None] = lambda label: None,
 ) -> list[dict[str, Any]]:
     """Right answers per context and variant.
 
     The text is prefilled once per trial, in one chunk and with nothing compressed; that cache answers as "dense". Every
     variant then compresses a copy of it, all but the first 256 (``sink_tokens``) and the newest 256 to 511 tokens, and
-    is asked afterwards: the codec alone differs. Factors of 16 bits follow the model's dtype.
+    is asked afterwards: the codec alone differs. Factors of 16 bits follow the model's dtype. With ``depths`` there are
+    ``trials`` passcodes at each of so many depths, evenly spread over the tokens that are compressed.
 
     Returns
     -------
     list of dict
-        Keys ``context``, ``variant``, ``right``, ``trials``, ``ratio`` (dense bytes over stored bytes of the compressed
-        blocks; 1 where nothing is compressed), ``whole_cache_ratio`` (window and sink tokens included).
+        Keys ``context``, ``variant``, ``right``, ``trials`` (all of them), ``ratio`` (dense bytes over stored bytes of
+        the compressed blocks; 1 where nothing is compressed), ``whole_cache_ratio`` (window and sink tokens included),
+        ``answers``, of each trial the ``depth`` as a share of the text and whether it was ``right``.
     """
     from dkv.integrations.transformers import DKVCache, attach, detach
 
@@ -49,18 +52,23 @@ def run(
     first = max((config.sink_tokens for config in variants.values()), default=0)
     rows = []
     for context in contexts:
-        right = dict.fromkeys(["dense", *variants], 0)
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in ("dense", *variants)}
         ratios = {"dense": (1.0, 1.0)}
         exact = DKVConfig(window=context + needle.longest(tokenizer), prefill_dense_below=EVERY_POSITION)
-        for trial in range(trials):
-            label = f"{context:,} tokens, trial {trial + 1} of {trials}: "
-            hay = needle.bury(tokenizer, context, seed=seed * 1_000_003 + trial, first=first, last=WINDOW + 255)
+        total = trials * max(depths, 1)
+        for trial in range(total):
+            label = f"{context:,} tokens, trial {trial + 1} of {total}: "
+            depth = (trial % depths + 0.5) / depths if depths else None
+            number = seed * 1_000_003 + trial
+            hay = needle.bury(tokenizer, context, seed=number, first=first, last=WINDOW + 255, depth=depth)
+            place = {"depth": round(hay.position / context, 4)}
             attach(model, exact)
             whole = DKVCache(model, exact)
             advance(label + "prefill")
             needle.feed(model, hay.ids, whole, chunk=context)
             advance(label + "dense")
-            right["dense"] += needle.ask(model, tokenizer, copy.deepcopy(whole), hay.code).right
+            known = needle.ask(model, tokenizer, copy.deepcopy(whole), hay.code).right
+            answers["dense"].append({**place, "right": known})
             for name, config in variants.items():
                 advance(label + name)
                 cache = needle.reconfigured(whole, dataclasses.replace(following_dtype(config, model), window=WINDOW))
@@ -69,17 +77,19 @@ def run(
                     cache.compressed_dense_nbytes / cache.compressed_nbytes if cache.compressed_nbytes else 1.0,
                     cache.dense_nbytes / cache.nbytes,
                 )
-                right[name] += needle.ask(model, tokenizer, cache, hay.code).right
-        for name, count in right.items():
+                known = needle.ask(model, tokenizer, cache, hay.code).right
+                answers[name].append({**place, "right": known})
+        for name, given in answers.items():
             ratio, whole_ratio = ratios.get(name, (1.0, 1.0))
             rows.append(
                 {
                     "context": context,
                     "variant": name,
-                    "right": int(count),
-                    "trials": trials,
+                    "right": sum(answer["right"] for answer in given),
+                    "trials": total,
                     "ratio": round(ratio, 3),
                     "whole_cache_ratio": round(whole_ratio, 3),
+                    "answers": given,
                 }
             )
     detach(model)

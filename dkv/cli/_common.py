@@ -1,28 +1,48 @@
-"""What the commands share: options, consoles, models, JSON files, one kind of error."""
+"""What the commands share: options, consoles, progress, models, files that they write, one kind of error."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import importlib.util
 import logging
 import os
+import sys
+import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from dkv.benches import results
+from dkv.cli import FAILED, REFUSED
 from dkv.config import PRESETS, DKVConfig
 from dkv.profile import HeadProfile, shipped_names
 
-out = Console(highlight=False, markup=False)
-err = Console(stderr=True, highlight=False, markup=False)
+PIPED_WIDTH = 160  # columns where no terminal says how many it has
+EVERY_SECONDS = 10  # between lines of progress where there is no terminal to draw a bar on
+
+
+def _console(stderr: bool) -> Console:
+    piped = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=stderr, highlight=False, markup=False, width=PIPED_WIDTH if piped else None)
+
+
+out = _console(stderr=False)
+err = _console(stderr=True)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class CliError(Exception):
-    """Bad input; the message is one line."""
+    """Bad input, or with another exit code what failed later; the message is one line."""
+
+    def __init__(self, message: str, code: int = REFUSED) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 ModelOption = Annotated[
@@ -31,7 +51,15 @@ ModelOption = Annotated[
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps.")]
 SeedOption = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Decides every random choice.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the results to this file; - is stdout, tables go to stderr."),
+]
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw the results into this file: .png, .svg or .pdf."),
+]
 RankOption = Annotated[int, typer.Option(help="Rank of the low-rank part, 0 to 128.")]
 BlockSizeOption = Annotated[int, typer.Option(help="Tokens in a compressed block, 2 to 256.")]
 ResidualsOption = Annotated[
@@ -63,6 +91,11 @@ def make_config(preset: str = "default", profile: str | None = None, model: str 
     if scores is not None and not config.splits_heads:
         err.print(f"preset {preset!r} treats all heads alike: --profile changes nothing")
     return config
+
+
+def described(config: DKVConfig, profile: str) -> dict[str, Any]:
+    """Settings for a file of results: a profile by its name, not by all that it holds."""
+    return config.to_dict() | ({} if config.profile is None else {"profile": profile})
 
 
 def needs_profile(preset: str) -> bool:
@@ -126,22 +159,98 @@ def check_dtype(dtype: str) -> str:
     return dtype
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuse before the work, not after it."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+def check_outputs(json_file: Path | None, plot: Path | None = None) -> Console:
+    """Refuse before the work, not after it. Gives where tables go: JSON on standard output has it for itself."""
+    if plot is not None:
+        if plot.suffix not in PLOT_SUFFIXES:
+            raise CliError(f"--plot must end in .png, .svg or .pdf, got {str(plot)!r}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise CliError('--plot needs matplotlib: pip install "dkv[plot]"')
+    to_stdout = json_file is not None and str(json_file) == results.STDOUT
+    for path in (plot, None if to_stdout else json_file):
+        if path is not None:
+            check_writable(path)
+    return err if to_stdout else out
+
+
+def check_writable(path: Path) -> None:
+    """A file comes into its folder under another name and is then renamed; a device or a pipe is written to."""
+    target = Path(os.path.realpath(path))
+    try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            fine = os.access(target, os.W_OK)
+        else:
+            writable = not target.exists() or os.access(target, os.W_OK)
+            fine = writable and not target.is_dir() and os.access(target.parent, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise CliError(f"cannot write {path}: {error.strerror}") from error
+    if not fine:
         raise CliError(f"cannot write {path}")
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    if path is None:
-        return
+    """Results with what made them; see :func:`dkv.benches.results.write_json`."""
+    with writing(path):
+        results.write_json(path, value)
+
+
+@contextlib.contextmanager
+def writing(path: Path | None) -> Iterator[None]:
+    """An error while a file is written is one line."""
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        raise CliError(f"cannot write {path}: {error.strerror}") from error
+        raise CliError(f"cannot write {path}: {error.strerror or error}", FAILED) from error
+
+
+class Advance(Protocol):
+    """Told what is done next, and for how many of the steps it counts."""
+
+    def __call__(self, label: str, steps: int = 1) -> None: ...
+
+
+@contextlib.contextmanager
+def progress(total: int | None = None) -> Iterator[Advance]:
+    """A bar on stderr that is gone at the end; a plain line now and then where stderr is no terminal."""
+    begun = 0
+    current = 0
+    if not sys.stderr.isatty():  # not err.is_terminal: colours may be forced on a pipe, a bar never
+        last = time.monotonic()
+
+        def tell(label: str, steps: int = 1) -> None:
+            nonlocal begun, current, last
+            begun, current = begun + current, steps
+            if time.monotonic() - last > EVERY_SECONDS:
+                last = time.monotonic()
+                share = "" if not total else f" ({min(100, 100 * begun // total)}%)"
+                print(label + share, file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("Starting", total=total)
+
+        def draw(label: str, steps: int = 1) -> None:
+            nonlocal begun, current
+            begun, current = begun + current, steps
+            bar.update(task, description=label, completed=begun)
+
+        yield draw
+
+
+@contextlib.contextmanager
+def status(label: str) -> Iterator[None]:
+    """Says on a terminal what takes a moment."""
+    with err.status(label) if sys.stderr.isatty() else contextlib.nullcontext():
+        yield
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help; click leaves a paragraph that begins so as it is."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
 def load_model(name: str, dtype: str, device: str) -> tuple[Any, Any]:
@@ -149,6 +258,9 @@ def load_model(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     check_dtype(dtype)
     from dkv import models
 
+    with status("Loading torch and transformers"):
+        models.require("torch")
+        models.require("transformers")
     loaded = models.load(name, dtype=dtype, device=None if device == "cpu" else device)
     quiet_libraries()
     return loaded
@@ -156,7 +268,6 @@ def load_model(name: str, dtype: str, device: str) -> tuple[Any, Any]:
 
 def quiet_libraries() -> None:
     """No advice from libraries between our own lines."""
-
     warnings.filterwarnings("ignore")
     for name in ("transformers", "huggingface_hub", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)

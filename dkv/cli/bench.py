@@ -8,13 +8,25 @@ import typer
 from rich.table import Table
 
 from dkv.cli import _common, bench_mlx
-from dkv.cli._common import CliError, err, out
+from dkv.cli._common import CliError, out
 from dkv.config import DKVConfig
 from dkv.models import require
 
+EXAMPLES = {
+    "memory": _common.examples("dkv bench memory", "dkv bench memory --json memory.json --plot memory.svg"),
+    "decode": _common.examples(
+        "dkv bench decode",
+        "dkv bench decode --contexts 4096,65536 --top-k 8 --json decode.json --plot decode.pdf",
+        "dkv bench decode --device cuda --dtype bfloat16",
+    ),
+    "prefill": _common.examples(
+        "dkv bench prefill --contexts 4096,16384 --repeats 1",
+        "dkv bench prefill --json prefill.json --plot prefill.png",
+    ),
+}
 app = typer.Typer(help="Measure bytes and times.", rich_markup_mode=None)
 
-app.command("mlx")(bench_mlx.mlx)
+app.command("mlx", short_help="DKV beside dense mlx-lm.", epilog=bench_mlx.EXAMPLES)(bench_mlx.mlx)
 
 
 @app.callback(invoke_without_command=True)
@@ -24,13 +36,16 @@ def bench(context: typer.Context) -> None:
         raise typer.Exit()
 
 
-@app.command()
-def memory(seed: _common.SeedOption = 0, json_file: _common.JsonOption = None) -> None:
-    """Bytes of one compressed block and layer, counted from real arrays."""
-    _common.check_writable(json_file)
+@app.command(short_help="Bytes of a compressed block.", epilog=EXAMPLES["memory"])
+def memory(seed: _common.SeedOption = 0, json_file: _common.JsonOption = None, plot: _common.PlotOption = None) -> None:
+    """Bytes of one compressed block and layer, counted from real arrays.
+
+    --plot draws the bytes of a whole cache against the context, the default's window and sink tokens included.
+    """
+    show = _common.check_outputs(json_file, plot)
     from dkv.benches import memory as measure
 
-    with err.status("Compressing"):
+    with _common.status("Compressing"):
         rows = measure.run(seed)
     table = Table(title="One block of 256 tokens in one layer, float16 cache")
     table.add_column("model")
@@ -45,12 +60,17 @@ def memory(seed: _common.SeedOption = 0, json_file: _common.JsonOption = None) -
             f"{row['dense_bytes']:,}",
             f"{row['ratio']:.2f}x",
         )
-    out.print(table)
-    out.print(measure.FOOTNOTE)
+    show.print(table)
+    show.print(measure.FOOTNOTE)
     _common.write_json(json_file, rows)
+    if plot is not None:
+        from dkv.benches import plots
+
+        with _common.writing(plot):
+            plots.memory(rows, plot)
 
 
-@app.command()
+@app.command(short_help="Time of a decode step.", epilog=EXAMPLES["decode"])
 def decode(
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens, with commas.")] = (
         "4096,16384,65536,131072,262144"
@@ -62,13 +82,14 @@ def decode(
     repeats: Annotated[int, typer.Option(help="Timed routing periods; the median counts.")] = 15,
     seed: _common.SeedOption = 0,
     json_file: _common.JsonOption = None,
+    plot: _common.PlotOption = None,
 ) -> None:
     """Time one decode step of one layer (Qwen2.5-1.5B geometry) beside dense attention."""
     lengths = _common.integers("--contexts", contexts)
     _common.at_least("--repeats", repeats, 1)
     _common.check_dtype(dtype)
     config = _common.make_config(top_k=top_k, route_every=route_every)
-    _common.check_writable(json_file)
+    show = _common.check_outputs(json_file, plot)
     torch = require("torch")
     from dkv.benches import decode as measure
 
@@ -76,8 +97,8 @@ def decode(
     if min(lengths) < least:
         raise CliError(f"--contexts must be {least:,} or more: sink, window and one block")
     try:
-        with err.status("Starting") as status:
-            rows = measure.run(lengths, getattr(torch, dtype), config, repeats, seed, device, progress=status.update)
+        with _common.progress(len(lengths)) as advance:
+            rows = measure.run(lengths, getattr(torch, dtype), config, repeats, seed, device, progress=advance)
     except (AssertionError, RuntimeError, MemoryError) as error:  # torch without that device, or not enough memory
         raise CliError(f"cannot run on {device!r}: {' '.join(str(error).split())[:200]}") from error
     table = Table(title=f"One decode step of one layer, {dtype}, {rows[0]['threads']} threads, median of {repeats}")
@@ -93,15 +114,20 @@ def decode(
             f"{row['sdpa_ms']:.2f}",
             f"{row['ratio']:.2f}x",
         )
-    out.print(table)
-    out.print(
+    show.print(table)
+    show.print(
         f"DKV routes to {top_k} blocks of 256 every {route_every} steps, attends sink and window exactly, and closes a "
         "block every 256; ms is the mean of a step. Best dense is one bmm per kv head."
     )
     _common.write_json(json_file, rows)
+    if plot is not None:
+        from dkv.benches import plots
+
+        with _common.writing(plot):
+            plots.times(rows, plot, f"One decode step of one layer, {dtype}")
 
 
-@app.command()
+@app.command(short_help="Time of a prompt.", epilog=EXAMPLES["prefill"])
 def prefill(
     contexts: Annotated[
         str, typer.Option(help="Prompt lengths in tokens, with commas.")
@@ -111,18 +137,19 @@ def prefill(
     repeats: Annotated[int, typer.Option(help="Turns up to 16,384 tokens; the median counts.")] = 3,
     seed: _common.SeedOption = 0,
     json_file: _common.JsonOption = None,
+    plot: _common.PlotOption = None,
 ) -> None:
     """Time the attention of one layer (Qwen2.5-1.5B geometry) over a whole prompt beside dense attention."""
     lengths = _common.integers("--contexts", contexts)
     _common.at_least("--repeats", repeats, 1)
     _common.check_dtype(dtype)
-    _common.check_writable(json_file)
+    show = _common.check_outputs(json_file, plot)
     torch = require("torch")
     from dkv.benches import prefill as measure
 
     try:
-        with err.status("Starting") as status:
-            rows = measure.run(lengths, getattr(torch, dtype), None, repeats, seed, device, progress=status.update)
+        with _common.progress(len(lengths)) as advance:
+            rows = measure.run(lengths, getattr(torch, dtype), None, repeats, seed, device, progress=advance)
     except (AssertionError, RuntimeError, MemoryError) as error:  # torch without that device, or not enough memory
         raise CliError(f"cannot run on {device!r}: {' '.join(str(error).split())[:200]}") from error
     table = Table(title=f"Attention of one layer over a prompt, {dtype}, {rows[0]['threads']} threads")
@@ -136,6 +163,11 @@ def prefill(
             f"{row['ratio']:.2f}x",
             "-" if row["exponent"] is None else f"{row['exponent']:.2f}",
         )
-    out.print(table)
-    out.print("Selection included, default settings. Exponent: of the growth since a prompt a fourth as long.")
+    show.print(table)
+    show.print("Selection included, default settings. Exponent: of the growth since a prompt a fourth as long.")
     _common.write_json(json_file, rows)
+    if plot is not None:
+        from dkv.benches import plots
+
+        with _common.writing(plot):
+            plots.times(rows, plot, f"Attention of one layer over a prompt, {dtype}")

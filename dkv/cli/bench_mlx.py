@@ -8,7 +8,13 @@ import typer
 from rich.table import Table
 
 from dkv.cli import _common
-from dkv.cli._common import CliError, err, out
+from dkv.cli._common import CliError
+
+EXAMPLES = _common.examples(
+    "dkv bench mlx",
+    "dkv bench mlx --model mlx-community/Qwen2.5-1.5B-Instruct-4bit --contexts 4096,16384,65536 --json mlx.json",
+    "dkv bench mlx --contexts 1024,4096,8192 --torch-model smollm2-135m --plot mlx.svg",
+)
 
 
 def mlx(
@@ -36,8 +42,12 @@ def mlx(
     seed: _common.SeedOption = 0,
     warm_up: Annotated[bool, typer.Option(help="Read a short text first.")] = True,
     json_file: _common.JsonOption = None,
+    plot: _common.PlotOption = None,
 ) -> None:
-    """Measure DKV beside dense mlx-lm with the same weights: prefill, decode, bytes, recall."""
+    """Measure DKV beside dense mlx-lm with the same weights: prefill, decode, bytes, recall.
+
+    --plot draws times and bytes against the context.
+    """
     lengths = _common.integers("--contexts", contexts)
     _common.at_least("--trials", trials, 1)
     _common.at_least("--chunk", chunk, 1)
@@ -47,7 +57,7 @@ def mlx(
         _common.check_dtype(dtype)
     given = {"block_size": block_size, "window": window, "sink_tokens": sink_tokens, "top_k": top_k}
     config = _common.make_config(preset, profile, model, **given)
-    _common.check_writable(json_file)
+    show = _common.check_outputs(json_file, plot)
     from dkv.benches import mlx_model
 
     mlx_model.require()
@@ -57,7 +67,7 @@ def mlx(
     from dkv.benches import needle
     from dkv.integrations.mlx_lm import make_prompt_cache
 
-    with err.status(f"Loading {model}"):
+    with _common.status(f"Loading {model}"):
         language_model, tokenizer, settings = mlx_model.load(model)
     _common.quiet_libraries()
     if dtype is not None:
@@ -78,7 +88,8 @@ def mlx(
         except ValueError as error:
             raise CliError(f"--contexts: {error}") from error
     beside = None if torch_model is None else _torch_model(torch_model, torch_dtype, torch_device)
-    with err.status("Starting") as status:
+    total = 2 * warm_up + len(lengths) * trials * (2 if beside is None else 3)
+    with _common.progress(total) as advance:
         rows = measure.run(
             language_model,
             tokenizer,
@@ -90,10 +101,10 @@ def mlx(
             decode_tokens,
             beside,
             warm_up,
-            advance=status.update,
+            advance=advance,
         )
-    out.print(_table(rows, f"{model} in mlx-lm, {measure.where()}"))
-    out.print(
+    show.print(_table(rows, f"{model} in mlx-lm, {measure.where()}"))
+    show.print(
         f"Asked after the text was read; DKV compresses while it reads and keeps the first {config.sink_tokens} and "
         f"the newest {config.window} to {config.window + config.block_size - 1} tokens exact. Peak memory is MLX's, "
         "model included; in torch rows that of the GPU, or of the process on a CPU."
@@ -109,10 +120,15 @@ def mlx(
             "chunk": chunk,
             "decode_tokens": decode_tokens,
             "seed": seed,
-            "config": config.to_dict() if config.profile is None else {**config.to_dict(), "profile": profile or model},
+            "config": _common.described(config, profile or model),
             "rows": rows,
         },
     )
+    if plot is not None:
+        from dkv.benches import plots
+
+        with _common.writing(plot):
+            plots.engines(rows, plot, f"{model}, {measure.where()}")
 
 
 def _torch_model(name: str, dtype: str, device: str) -> tuple[Any, Any]:

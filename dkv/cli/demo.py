@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dkv.cli import _common
-from dkv.cli._common import CliError, err, megabytes, out
+from dkv.cli import FAILED, _common
+from dkv.cli._common import CliError, megabytes
 
 if TYPE_CHECKING:
     from dkv.benches.demo import Row
+
+EXAMPLES = _common.examples(
+    "dkv demo",
+    "dkv demo --tokens 8000 --top-k 8 --seed 3",
+    "dkv demo --num-residuals 64 --json demo.json",
+    "dkv demo --model ./my-model --dtype float32 --no-route",
+)
 
 
 def demo(
@@ -31,12 +37,15 @@ def demo(
     route: Annotated[bool, typer.Option(help="Also run with routing.")] = True,
     json_file: _common.JsonOption = None,
 ) -> None:
-    """Bury a passcode in a long text, compress the cache, then ask for it."""
+    """Bury a passcode in a long text, compress the cache, then ask for it.
+
+    Exit code 1 when the dense cache knew the passcode and a compressed one did not.
+    """
     config = _common.make_config(
         rank=rank, block_size=block_size, num_residuals=num_residuals, top_k=top_k, window=window
     )
     _common.at_least("--tokens", tokens, 1)
-    _common.check_writable(json_file)
+    show = _common.check_outputs(json_file)
     language_model, tokenizer = _common.load_model(model, dtype, device)
     from dkv.benches import demo as bench
     from dkv.benches import needle
@@ -46,18 +55,22 @@ def demo(
         hay = needle.bury(tokenizer, tokens, seed, first=config.sink_tokens, last=window + block_size - 1)
     except ValueError as error:
         raise CliError(f"--tokens: {error}") from error
-    out.print(
+    show.print(
         f"{model}: {len(hay.ids):,} tokens of prose, the passcode {hay.code} buried at token {hay.position:,}. "
         "Each cache reads it all; the DKV cache is compressed before the question comes."
     )
-    with _Bars(len(hay.ids)) as advance:
-        rows = bench.run(language_model, tokenizer, hay, config, top_k if route else None, advance=advance)
-    out.print(_table(rows))
-    out.print(
+    with _common.progress(2 * len(hay.ids)) as advance:
+
+        def prefilled(label: str, count: int) -> None:
+            advance(f"Prefill, {label}", count)
+
+        rows = bench.run(language_model, tokenizer, hay, config, top_k if route else None, advance=prefilled)
+    show.print(_table(rows))
+    show.print(
         f"Peak memory: {rows[0].peak_meaning}. DKV keeps the first {config.sink_tokens} and the newest {window} to "
         f"{window + block_size - 1} tokens exact; both DKV columns ask copies of one prefilled cache."
     )
-    out.print(bench.sentence(rows, hay.code))
+    show.print(bench.sentence(rows, hay.code))
     _common.write_json(
         json_file,
         {
@@ -70,33 +83,8 @@ def demo(
             "rows": [dataclasses.asdict(row) for row in rows],
         },
     )
-
-
-class _Bars:
-    """One progress bar per row of the demo."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._tasks: dict[str, int] = {}
-        self._progress = Progress(
-            TextColumn("Prefill {task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            console=err,
-        )
-
-    def __enter__(self) -> Callable[[str, int], None]:
-        self._progress.start()
-        return self._advance
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
-
-    def _advance(self, label: str, tokens: int) -> None:
-        if label not in self._tasks:
-            self._tasks[label] = self._progress.add_task(label, total=self._total)
-        self._progress.advance(self._tasks[label], tokens)  # type: ignore[arg-type]
+    if bench.forgot(rows):
+        raise typer.Exit(FAILED)
 
 
 def _table(rows: Sequence[Row]) -> Table:

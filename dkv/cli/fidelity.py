@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from dkv.benches import results
 from dkv.cli import _common
-from dkv.cli._common import CliError, err, out
+from dkv.cli._common import CliError
 from dkv.config import DKVConfig
 
 NEEDED = ("name", "kind", "ratio", "whole_cache_ratio", "std_kl", "std_top1", "copy_kl", "copy_top1", "recall", "n")
@@ -19,6 +19,13 @@ PREFILL_NOTE = (
     "Visited: key blocks attended, of those that a dense prefill attends. KL in nats, of continuations that attend the "
     "cache densely; end: of the same read block-sparsely, as the end of the prompt. Recall asks for a passcode of the "
     "prompt, counted where the dense cache knows it."
+)
+EXAMPLES = _common.examples(
+    "dkv fidelity --json fidelity.json --plot fidelity.svg",
+    "dkv fidelity --tokens 2048 --offsets 0,20000 --trials 0",
+    "dkv fidelity --text my-own-text.txt --offsets 0 --variants default,small --no-peers",
+    "dkv fidelity --routing --trials 0 --no-peers",
+    "dkv fidelity --prefill --json prefill.json",
 )
 
 
@@ -46,17 +53,19 @@ def fidelity(
     ] = False,
     seed: _common.SeedOption = 0,
     json_file: _common.JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw KL against ratio into this file, .png or .svg.")] = None,
+    plot: _common.PlotOption = None,
 ) -> None:
-    """Measure how far compressed caches are from the dense one: KL, top-1 and recall, beside peers and floors."""
+    """Measure how far compressed caches are from the dense one: KL, top-1 and recall, beside peers and floors.
+
+    --plot draws KL against ratio.
+    """
     starts = _common.integers("--offsets", offsets, low=0)
     if len(set(starts)) < len(starts):
         raise CliError(f"--offsets must differ, got {offsets!r}")
     _common.at_least("--trials", trials, 0)
-    _common.check_writable(json_file)
+    show = _common.check_outputs(json_file, plot)
     if prefill and (routing or add or plot):
         raise CliError("--prefill has a table of its own: leave --routing, --add and --plot out")
-    _check_plot(plot)
     more = _read_rows(add, tokens, starts)
     content = None if text is None else _common.read_text(text)
     language_model, tokenizer = _common.load_model(model, dtype, device)
@@ -87,18 +96,19 @@ def fidelity(
     except ValueError as error:
         raise CliError(f"cannot measure this: {error}") from error
     if prefill:
-        with err.status("Starting") as status:
+        with _common.progress((len(starts) + trials) * (1 + len(chosen))) as advance:
             rows = prefill_fidelity.run(
-                language_model, tokenizer, tokens, starts, trials, seed, content, chosen, advance=status.update
+                language_model, tokenizer, tokens, starts, trials, seed, content, chosen, advance=advance
             )
-        out.print(
+        show.print(
             _prefill_table(rows, f"Block-sparse prefill against dense prefill ({model}, {dtype}, {tokens:,} tokens)")
         )
-        out.print(PREFILL_NOTE)
+        show.print(PREFILL_NOTE)
         _common.write_json(json_file, rows)
         return
     found, skipped = other.available(language_model) if peers else ([], [])
-    with err.status("Starting") as status:
+    subjects = len(other.floors()) + len(chosen) + len(found)
+    with _common.progress((len(starts) + trials) * (2 + subjects)) as advance:
         rows = bench.run(
             language_model,
             tokenizer,
@@ -109,24 +119,22 @@ def fidelity(
             content,
             chosen,
             found,
-            advance=status.update,
+            advance=advance,
         )
     rows += more
-    out.print(_table(rows, f"Compressed cache against the dense one ({model}, {dtype}, {tokens:,} tokens)"))
+    show.print(_table(rows, f"Compressed cache against the dense one ({model}, {dtype}, {tokens:,} tokens)"))
     texts = f"Mean of {len(starts)} texts, ± their standard deviation" if len(starts) > 1 else "One text"
-    out.print(
+    show.print(
         f"{texts}. The first {bench.SINK} and the last {bench.WINDOW} "
         "tokens stay exact. KL in nats. Bytes are those of a 16-bit cache. Recall asks for a passcode after "
         "compression, counted where the dense cache knows it."
     )
     for line in skipped if not more else skipped[:-1]:  # the last one says how to get rows to add
-        out.print(f"Not measured: {line}")
+        show.print(f"Not measured: {line}")
     _common.write_json(json_file, rows)
     if plot is not None:
-        try:
+        with _common.writing(plot):
             plots.fidelity(rows, plot)
-        except (OSError, ValueError) as error:
-            raise CliError(f"cannot write {plot}: {error}") from error
 
 
 def _prefill_table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -172,16 +180,6 @@ def _with_spread(row: dict[str, Any], metric: str) -> str:
     return f"{row[metric]:.3g}" + ("" if spread is None else f" ±{spread:.2g}")
 
 
-def _check_plot(path: Path | None) -> None:
-    if path is None:
-        return
-    _common.check_writable(path)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise CliError(f"--plot must end in .png, .svg or .pdf, got {str(path)!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CliError('--plot needs matplotlib: pip install "dkv[plot]"')
-
-
 def _is_row(row: Any) -> bool:
     if not isinstance(row, dict) or not set(NEEDED) <= set(row):
         return False
@@ -195,12 +193,14 @@ def _read_rows(path: Path | None, tokens: int, offsets: list[int]) -> list[dict[
     if path is None:
         return []
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = results.read_rows(path)
     except OSError as error:
         raise CliError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CliError(f"{path} is not JSON") from error
-    if not isinstance(rows, list) or not all(map(_is_row, rows)):
+    except ValueError as error:
+        raise CliError(f"{path} does not hold rows of dkv fidelity") from error
+    if not all(map(_is_row, rows)):
         raise CliError(f"{path} does not hold rows of dkv fidelity")
     for row in rows:
         if (row.get("tokens"), row.get("offsets")) != (tokens, offsets):

@@ -9,7 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from dkv.cli import _common
-from dkv.cli._common import CliError, err, megabytes
+from dkv.cli._common import CliError, err, megabytes, out
+
+EXAMPLES = _common.examples(
+    'dkv generate --prompt "Once upon a time"',
+    "dkv generate --prompt-file book.txt --max-new-tokens 200 --window 512",
+    "dkv generate --prompt-file book.txt --preset small --json made.json",
+    'dkv generate --prompt "Why is the sky blue?" --chat --dense',
+)
 
 
 def generate(
@@ -28,6 +35,7 @@ def generate(
     num_residuals: Annotated[int | None, typer.Option(help="Rows of a block kept beside the low-rank part.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Compressed blocks that a step attends.")] = None,
     window: Annotated[int | None, typer.Option(help="Newest tokens that stay exact, at least.")] = None,
+    json_file: _common.JsonOption = None,
 ) -> None:
     """Continue a text greedily, streaming it; the cache's size goes to stderr. Unset settings are the preset's."""
     text = _prompt(prompt, prompt_file)
@@ -42,6 +50,7 @@ def generate(
         top_k=top_k,
         window=window,
     )
+    show = _common.check_outputs(json_file)
     language_model, tokenizer = _common.load_model(model, dtype, device)
     _common.check_profile(config, language_model)
     ids = _encode(tokenizer, text, chat)
@@ -59,16 +68,32 @@ def generate(
         config = following_dtype(config, language_model)
         attach(language_model, config)
         cache = DKVCache(language_model, config)
-    made, seconds = _stream(language_model, tokenizer, cache, ids, max_new_tokens)
-    total = len(ids) + made
-    line = f"{total:,} tokens, {made / seconds:.1f} tokens/s, KV cache "
-    if dense:
-        err.print(line + megabytes(needle.dense_cache_nbytes(cache)))
-    else:
-        err.print(
-            line + f"{megabytes(cache.nbytes)} where dense takes {megabytes(cache.dense_nbytes)} "
-            f"({cache.dense_nbytes / cache.nbytes:.2f}x)"
-        )
+    with _common.progress(len(ids)) as advance:
+        start = time.perf_counter()
+        if len(ids) > 1:
+            needle.feed(language_model, ids[:-1], cache, advance=lambda count: advance("Reading the prompt", count))
+        prefill_seconds = time.perf_counter() - start
+    written, made, seconds = _stream(language_model, tokenizer, cache, ids[-1:], max_new_tokens, show is not out)
+    nbytes, dense_nbytes = (needle.dense_cache_nbytes(cache),) * 2 if dense else (cache.nbytes, cache.dense_nbytes)
+    line = f"{len(ids) + made:,} tokens, {made / seconds:.1f} tokens/s, KV cache {megabytes(nbytes)}"
+    if not dense:
+        line += f" where dense takes {megabytes(dense_nbytes)} ({dense_nbytes / nbytes:.2f}x)"
+    err.print(line)
+    _common.write_json(
+        json_file,
+        {
+            "model": model,
+            "dtype": dtype,
+            "prompt_tokens": len(ids),
+            "new_tokens": made,
+            "text": written,
+            "prefill_seconds": round(prefill_seconds, 3),
+            "decode_tokens_per_second": round(made / seconds, 2),
+            "kv_bytes": nbytes,
+            "dense_kv_bytes": dense_nbytes,
+            "config": None if dense else _common.described(config, profile or model),
+        },
+    )
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -90,15 +115,14 @@ def _encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
     return list(tokenizer(filled, add_special_tokens=False, verbose=False).input_ids)
 
 
-def _stream(model: Any, tokenizer: Any, cache: Any, ids: list[int], max_new_tokens: int) -> tuple[int, float]:
-    """Write the continuation as it comes; how many tokens, and in how many seconds."""
+def _stream(
+    model: Any, tokenizer: Any, cache: Any, last: list[int], max_new_tokens: int, to_stderr: bool
+) -> tuple[str, int, float]:
+    """Write the continuation as it comes; the text, how many tokens, and in how many seconds."""
     import torch
 
     from dkv.benches import needle
 
-    last = ids[-1:]
-    if len(ids) > 1:
-        needle.feed(model, ids[:-1], cache)
     stop = model.generation_config.eos_token_id
     stops = set(stop) if isinstance(stop, list) else {stop}
     made: list[int] = []
@@ -112,7 +136,7 @@ def _stream(model: Any, tokenizer: Any, cache: Any, ids: list[int], max_new_toke
             break
         text = tokenizer.decode(made, skip_special_tokens=True)
         if not text.endswith("\ufffd"):  # half of a character
-            typer.echo(text[len(shown) :], nl=False)
+            typer.echo(text[len(shown) :], nl=False, err=to_stderr)
             shown = text
-    typer.echo()
-    return len(made), time.perf_counter() - start
+    typer.echo(err=to_stderr)
+    return shown, len(made), time.perf_counter() - start

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from dkv.benches import results
 from dkv.cli import _common
-from dkv.cli._common import CliError, err, out
+from dkv.cli._common import CliError
 from dkv.profile import HeadProfile
 
 TOP = 10  # heads that the table shows
+EXAMPLES = _common.examples(
+    "dkv profile smollm2-135m -o profile.json",
+    "dkv profile ./my-model -o my-model.json --text my-own-text.txt --passages 4",
+    "dkv generate --model ./my-model --preset balanced --profile my-model.json --prompt-file book.txt",
+)
 
 
 def profile(
@@ -29,20 +34,21 @@ def profile(
     ] = "300,700,1300",
     dtype: _common.DtypeOption = "float32",
     device: _common.DeviceOption = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json_file: _common.JsonOption = None,
 ) -> None:
     """Measure which kv heads go back to earlier copies of a passage, and write it to a file."""
     for name, value in (("passages", passages), ("passage-tokens", passage_tokens), ("repeat-tokens", repeat_tokens)):
         _common.at_least(f"--{name}", value, 1)
     far = _common.integers("--distances", distances)
     given = None if text is None else _common.read_text(text)
+    show = _common.check_outputs(json_file)
     _common.check_writable(output)
     language_model, tokenizer = _common.load_model(model, dtype, device)
     from dkv import profiling
 
     start = time.perf_counter()
     try:
-        with err.status("Starting") as status:
+        with _common.progress(_steps(language_model, passages, len(far))) as advance:
             made = profiling.measure_profile(
                 language_model,
                 tokenizer,
@@ -53,22 +59,29 @@ def profile(
                 passage_tokens=passage_tokens,
                 repeat_tokens=repeat_tokens,
                 distances=far,
-                progress=status.update,
+                progress=advance,
             )
     except ValueError as error:
         raise CliError(str(error)) from error
     seconds = time.perf_counter() - start
-    try:
+    with _common.writing(output):
         made.save(output)
-    except OSError as error:
-        raise CliError(f"cannot write {output}: {error.strerror}") from error
-    if as_json:
-        facts = {"file": str(output), "seconds": round(seconds, 2), "profile": made.to_dict()}
-        typer.echo(json.dumps(facts, indent=2))
-        return
-    out.print(_table(made))
+    show.print(_table(made))
     count = made.num_layers * made.num_kv_heads
-    out.print(f"{output}: scores of {count} kv heads ({made.num_layers} layers), measured in {seconds:.1f} s.")
+    show.print(f"{output}: scores of {count} kv heads ({made.num_layers} layers), measured in {seconds:.1f} s.")
+    if json_file is not None:
+        with _common.writing(json_file):
+            results.dump(json_file, {"file": str(output), "seconds": round(seconds, 2), "profile": made.to_dict()})
+
+
+def _steps(model: Any, passages: int, distances: int) -> int:
+    """How often measuring tells what it does next."""
+    from dkv import sensitivity
+    from dkv.integrations.transformers import FULL_ATTENTION, layer_kinds
+
+    kinds, _ = layer_kinds(model.config)
+    priced = 1 + 1 + len(sensitivity.COPIED_FROM) + kinds.count(FULL_ATTENTION)
+    return passages * (distances + priced)
 
 
 def _table(made: HeadProfile) -> Table:

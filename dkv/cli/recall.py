@@ -8,13 +8,22 @@ import typer
 from rich.table import Table
 
 from dkv.cli import _common
-from dkv.cli._common import CliError, err, out
+from dkv.cli._common import CliError
+
+EXAMPLES = _common.examples(
+    "dkv recall",
+    "dkv recall --contexts 2048,4096,7680 --trials 20 --preset small --alone --json recall.json",
+    "dkv recall --depths 10 --trials 2 --plot recall.svg",
+)
 
 
 def recall(
     model: _common.ModelOption = "smollm2-135m",
     contexts: Annotated[str, typer.Option(help="Text lengths in tokens, with commas.")] = "1024,2048,4096",
-    trials: Annotated[int, typer.Option(help="Passcodes per text length.")] = 5,
+    trials: Annotated[int, typer.Option(help="Passcodes per text length, and per depth with --depths.")] = 5,
+    depths: Annotated[
+        int, typer.Option(help="Bury at so many depths, evenly spread over what is compressed; 0: anywhere.")
+    ] = 0,
     dtype: _common.DtypeOption = "bfloat16",
     device: _common.DeviceOption = "cpu",
     seed: _common.SeedOption = 0,
@@ -22,16 +31,21 @@ def recall(
     profile: _common.ProfileOption = None,
     alone: Annotated[bool, typer.Option("--alone", help="Only dense and the preset: quicker.")] = False,
     json_file: _common.JsonOption = None,
+    plot: _common.PlotOption = None,
 ) -> None:
-    """Count how often a passcode survives compression: dense, the published settings, the default."""
+    """Count how often a passcode survives compression: dense, the published settings, the default.
+
+    --plot draws a heat map for each variant, text length by depth.
+    """
     lengths = _common.integers("--contexts", contexts)
     _common.at_least("--trials", trials, 1)
+    _common.at_least("--depths", depths, 0)
     if alone and preset is None:
         raise CliError("--alone needs --preset")
     if profile is not None and preset is None:
         raise CliError("--profile needs --preset, the settings that it serves")
     config = None if preset is None else _common.make_config(preset, profile, model)
-    _common.check_writable(json_file)
+    show = _common.check_outputs(json_file, plot)
     language_model, tokenizer = _common.load_model(model, dtype, device)
     if config is not None:
         _common.check_profile(config, language_model)
@@ -47,8 +61,8 @@ def recall(
     variants = {} if alone else bench.default_variants()
     if config is not None:
         variants[f"preset {preset}"] = config
-    with err.status("Starting") as status:
-        rows = bench.run(language_model, tokenizer, lengths, trials, seed, variants, advance=status.update)
+    with _common.progress(len(lengths) * trials * max(depths, 1) * (2 + len(variants))) as advance:
+        rows = bench.run(language_model, tokenizer, lengths, trials, seed, variants, depths, advance)
     table = Table(title=f"Passcode recalled, asked after compression ({model}, {dtype})")
     for column in ("context", "variant", "right", "ratio, compressed part", "ratio, whole cache"):
         table.add_column(column, justify="left" if column == "variant" else "right")
@@ -60,6 +74,11 @@ def recall(
             f"{row['ratio']:.2f}x",
             f"{row['whole_cache_ratio']:.2f}x",
         )
-    out.print(table)
-    out.print(f"The first 256 and the newest {bench.WINDOW} to {bench.WINDOW + 255} tokens stay exact.")
+    show.print(table)
+    show.print(f"The first 256 and the newest {bench.WINDOW} to {bench.WINDOW + 255} tokens stay exact.")
     _common.write_json(json_file, rows)
+    if plot is not None:
+        from dkv.benches import plots
+
+        with _common.writing(plot):
+            plots.recall(rows, plot, depths or plots.DEPTHS)
