@@ -92,7 +92,7 @@ class BlockFormat:
             if value < low or (high is not None and value > high):
                 allowed = f"{low}..{high}" if high is not None else f"{low} or more"
                 raise ValueError(f"{name} must be {allowed}, got {value}")
-        if self.factor_bits not in FACTOR_BITS:
+        if type(self.factor_bits) is not int or self.factor_bits not in FACTOR_BITS:
             raise ValueError(f"factor_bits must be one of {FACTOR_BITS}, got {self.factor_bits!r}")
         self._check_widths()
         if not isinstance(self.minmax, bool):
@@ -101,7 +101,7 @@ class BlockFormat:
 
     def _check_widths(self) -> None:
         bits = self.residual_bits
-        if not _is_width(bits, 1) and bits != EXACT_BITS:
+        if not _is_width(bits, 1) and (type(bits) is not int or bits != EXACT_BITS):
             raise ValueError(f"residual_bits must be 1..{MAX_CODE_BITS} or {EXACT_BITS}, got {bits!r}")
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) is not None and bits == EXACT_BITS:
@@ -291,7 +291,13 @@ class CompressedBlocks:
         return rows * (int(self.anchor_k.nbytes) + int(self.anchor_v.nbytes))
 
     def save(self, path: str) -> None:
-        """Write a versioned safetensors file through a temporary file and an atomic rename."""
+        """Write a versioned safetensors file with a checksum, through a temporary file and an atomic rename.
+
+        Raises
+        ------
+        OSError
+            As the system says; what was there is as before then.
+        """
         from dkv import _files
 
         _files.save_blocks(self, path)
@@ -303,7 +309,8 @@ class CompressedBlocks:
         Raises
         ------
         ValueError
-            When the file is not a dkv file, is of another version, or its arrays do not fit its format.
+            When the file is not a whole dkv file as it was saved, is of another version, or its arrays do not fit its
+            format. The message names the file.
         """
         from dkv import _files
 

@@ -86,8 +86,9 @@ def layer_of(state: Any) -> LayerCache:
     named = [_taken(parts, f"blocks{index}_") for index in range(len(groups))]
     if parts:
         raise ValueError(f"{WHERE} holds {sorted(parts)}, which its lengths do not ask for")
+    held = (layer.k_rows, layer.v_rows)
     layer.blocks = tuple(
-        fitting_blocks(group, own, layer.k_rows, counts, WHERE) for group, own in zip(groups, named, strict=True)
+        fitting_blocks(group, own, held, counts, WHERE) for group, own in zip(groups, named, strict=True)
     )
     return layer
 
