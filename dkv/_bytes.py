@@ -8,7 +8,7 @@ import numpy as np
 
 WIDTHS = {
     **{"bool": 1, "uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2},
-    **{"int32": 4, "float32": 4, "int64": 8, "float64": 8},
+    **{"uint32": 4, "int32": 4, "float32": 4, "int64": 8, "float64": 8},
 }
 
 
@@ -44,7 +44,8 @@ def array(dtype: str, shape: tuple[int, ...], data: np.ndarray, library: str) ->
     if library == "torch":
         import torch
 
-        return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+        kind = getattr(torch, dtype)
+        return torch.from_numpy(data).view(kind).reshape(shape) if data.size else torch.empty(shape, dtype=kind)
     if dtype != "bfloat16":
         plain = data.view(dtype).reshape(shape)
     elif library == "numpy":
@@ -63,5 +64,7 @@ def _bfloat16() -> Any:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise ValueError('it holds bfloat16, which NumPy alone has not: load it with backend="torch" or "mlx"') from error
+        raise ValueError(
+            'it holds bfloat16, which NumPy alone has not: load it with backend="torch" or "mlx"'
+        ) from error
     return ml_dtypes.bfloat16

@@ -31,7 +31,7 @@ CHUNK = 1 << 20
 CHECKSUM = "sha256"  # of the file with zeros in its place
 UNSEALED = "0" * 64
 NAMES = {
-    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "I32": "int32", "I64": "int64"},
+    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "U32": "uint32", "I32": "int32", "I64": "int64"},
     **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
 }
 SHORT = {name: short for short, name in NAMES.items()}
@@ -113,6 +113,7 @@ def read(path: str | os.PathLike[str], kind: str, library: str) -> tuple[dict[st
         entries = read_json(head)
         layout = _layout(entries, size)
         header = _header(entries, kind)
+        _check_memory(size)
         data = {}
         for part, (dtype, shape, start, stop) in layout.items():
             data[part] = (dtype, shape, _filled(file, stop - start))
@@ -178,6 +179,13 @@ def _header(entries: dict[str, Any], kind: str) -> dict[str, Any]:
     if type(version) is not int or version != VERSIONS[kind]:
         raise ValueError(f"its version is {version!r:.60}, this dkv reads {kind} files of version {VERSIONS[kind]}")
     return header
+
+
+def _check_memory(size: int) -> None:
+    """Before anything is allocated: a file full of holes may say any size, and memory may be promised that is not there."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        raise ValueError(f"its arrays take {size:,} bytes, this machine has {memory:,}")
 
 
 def _filled(file: BinaryIO, size: int) -> np.ndarray:
