@@ -182,7 +182,7 @@ def _header(entries: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _check_memory(size: int) -> None:
-    """Before anything is allocated: a file full of holes may say any size, and memory may be promised that is not there."""
+    """Before anything is allocated: a file of holes may have any size, and memory be promised that is not there."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         raise ValueError(f"its arrays take {size:,} bytes, this machine has {memory:,}")
