@@ -327,7 +327,7 @@ class DKVCache(Cache):
         save_cache(self, path)
 
     def load(self, path: str, device: str | torch.device = "cpu") -> DKVCache:
-        """Fill this cache from a file; layers, shapes, config and dtype must be this cache's and its model's. Returns it.
+        """Fill this cache from a file; layers, shapes, config and dtype must fit. Returns itself.
 
         Raises
         ------
