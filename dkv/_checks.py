@@ -6,8 +6,10 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
+
 from dkv.config import DKVConfig
-from dkv.types import BlockFormat, CompressedBlocks, code_bytes
+from dkv.types import BlockFormat, CompressedBlocks
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -54,8 +56,8 @@ def check_count(name: str, value: Any, low: int = 0, optional: bool = False) -> 
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r:.200}")
 
 
 def check_positive(name: str, value: Any, optional: bool = True) -> None:
@@ -86,19 +88,45 @@ def check_config(config: Any, plain: bool = False) -> None:
 def check_blocks(blocks: Any) -> None:
     if not isinstance(blocks, CompressedBlocks):
         raise TypeError(f"blocks must be CompressedBlocks, got {type(blocks).__qualname__}")
-    fmt = blocks.format
-    wanted = (fmt.block_size, fmt.num_residuals, *_row_widths(fmt, blocks.head_dim, blocks.head_dim_v))
-    k, v = blocks.residual_k.shape, blocks.residual_v.shape
-    given = (blocks.u.shape[2], k[3], k[4], v[4])
-    if given != wanted:  # kernels that walk memory by the format would leave the parts
-        raise ValueError(f"blocks must fit their format: {wanted} tokens, kept rows and widths of rows, got {given}")
+    if "_fits" in vars(blocks):
+        return
+    wrong = _misfit(blocks)
+    if wrong is not None:  # kernels that walk memory by the format would leave the parts
+        raise ValueError(f"blocks must fit their format: {wrong}")
+    object.__setattr__(blocks, "_fits", True)  # the same object is given at every step
+
+
+def _misfit(blocks: CompressedBlocks) -> str | None:
+    """What does not fit of the parts' shapes and kinds of numbers."""
+    for name in ("anchor_k", "anchor_v"):
+        shape = getattr(getattr(blocks, name), "shape", None)
+        if shape is None or len(shape) != 4:
+            return f"{name} must be an array [B, N, H, channels], got {_described(getattr(blocks, name))}"
+    lead = (blocks.batch_size, blocks.num_blocks)
+    layout = _layout(blocks.format, blocks.num_kv_heads, blocks.head_dim, blocks.head_dim_v)
+    wanted = {name: ((*lead, *shape), kind) for name, (shape, kind) in layout.items()}
+    if blocks.block_counts is not None:
+        wanted["block_counts"] = ((blocks.batch_size,), "int")
+    for name, (shape, kind) in wanted.items():
+        part = getattr(blocks, name)
+        if tuple(getattr(part, "shape", ())) != shape or kind not in str(getattr(part, "dtype", "")):
+            return f"{name} must hold {kind}s [{', '.join(map(str, shape))}], got {_described(part)}"
+    return None
+
+
+def _described(part: Any) -> str:
+    if hasattr(part, "shape") and hasattr(part, "dtype"):
+        return f"{dtype_name(part)} {list(part.shape)}"
+    return type(part).__qualname__
 
 
 @functools.lru_cache(maxsize=256)
-def _row_widths(fmt: BlockFormat, dim: int, dim_v: int) -> tuple[int, int]:
-    if fmt.exact_rows:
-        return dim, dim_v
-    return code_bytes(fmt.key_segments(dim)), code_bytes(fmt.value_segments(dim_v))
+def _layout(fmt: BlockFormat, heads: int, dim: int, dim_v: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape of every part of a block, and whether it holds ints or floats."""
+    from dkv.reference.storage import block_layout
+
+    layout = block_layout(fmt, heads, dim, dim_v, "float32", "float32")
+    return {name: (shape, "int" if np.dtype(dtype).kind in "iu" else "float") for name, (shape, dtype) in layout.items()}
 
 
 def check_heads(q: Any, num_kv_heads: int) -> None:

@@ -138,7 +138,7 @@ def _head(file: BinaryIO) -> tuple[bytes, int]:
 
 def _layout(entries: dict[str, Any], size: int) -> dict[str, Part]:
     """Every array by name, in the order in which they fill the bytes behind the header."""
-    metadata = entries.get("__metadata__")
+    metadata = entries.setdefault("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is no mapping of strings")
     parts = {name: _part(name, entry) for name, entry in entries.items() if name != "__metadata__"}
@@ -226,10 +226,9 @@ def save_blocks(blocks: CompressedBlocks, path: str | os.PathLike[str]) -> None:
 
 
 def load_blocks(path: str | os.PathLike[str], backend: str | None = None) -> CompressedBlocks:
-    from dkv._dispatch import BACKENDS
+    from dkv._dispatch import BACKENDS, check_backend
 
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {tuple(BACKENDS)} or None, got {backend!r}")
+    check_backend(backend)
     tensors, header = read(path, "blocks", "numpy" if backend is None else BACKENDS[backend][0])
     with named(readable(path)):
         return build_blocks(header.get("format"), tensors)

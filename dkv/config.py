@@ -217,8 +217,8 @@ class DKVConfig:
         self._check_int("prefill_dense_below", 0)
         self._check_int("prefill_tail", 0)
         for name, choices in (("keep", KEEPS), ("format", FORMATS), ("router", ROUTERS), ("share", SHARES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r:.200}")
         object.__setattr__(self, "key_bits", self.block_format.key_bits)  # checks the widths; a list became a tuple
         if self.profile is not None and not isinstance(self.profile, HeadProfile):
             raise TypeError(f"profile must be a HeadProfile, got {type(self.profile).__qualname__}")
@@ -431,7 +431,7 @@ class DKVConfig:
         **overrides
             Fields that differ from the preset.
         """
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r:.60}; there are: {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], "profile": profile, **overrides})
 

@@ -112,13 +112,15 @@ class HeadProfile:
         keys, values = _sequence(self.key_options), _sequence(self.value_options)
         if not keys or not values:
             raise ValueError("key_options and value_options of a profile must be lists of widths, at least one of each")
+        name = "key_options"
         try:
             keys = [BlockFormat(key_bits=tuple(option)).key_bits for option in keys]
-            if None in values:
+            name = "value_options"
+            if any(value is None for value in values):
                 raise TypeError("widths must be numbers, got None")
             values = [BlockFormat(value_bits=option).value_bits for option in values]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"options of a profile: {error}") from error
+            raise ValueError(f"{name} of a profile: {error}") from error
         object.__setattr__(self, "key_options", tuple(keys))
         object.__setattr__(self, "value_options", tuple(values))
 
@@ -206,7 +208,7 @@ class HeadProfile:
 
         name = readable(path)
         with open(name, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
         return cls._parsed(data, name)
 
     @classmethod
