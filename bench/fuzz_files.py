@@ -43,7 +43,7 @@ class Kind:
     """A kind of file: a whole one, how it is loaded, and what must be as before when it is not.
 
     ``load`` gives what can be compared; ``use`` tries what was loaded last; ``held`` is what a refusal must leave as it
-    was when ``load`` began.
+    was when ``load`` began; ``saves`` write two files that differ.
     """
 
     def __init__(
@@ -52,11 +52,12 @@ class Kind:
         path: Path,
         load: Callable[[str], Any],
         use: Callable[[], None],
+        saves: tuple[Callable[[str], Any], Callable[[str], Any]],
         held: Callable[[], Any] = lambda: None,
         container: bool = True,
         key: str = _files.CHECKSUM,
     ) -> None:
-        self.name, self.load, self.use, self.held = name, load, use, held
+        self.name, self.load, self.use, self.held, self.saves = name, load, use, held, saves
         self.container, self.key, self.suffix = container, key, path.suffix
         self.before = held()
         self.whole, self.content = path.read_bytes(), load(str(path))
@@ -73,7 +74,9 @@ def blocks_kind(folder: Path, library: str = "numpy") -> Kind:
     config = BlockFormat(8, 2, 3, residual_bits=4, key_bits=(6, 5, 4, 4, 3, 2, 2, 2), minmax=True)
     made = testing.make_inputs(1, num_blocks=2, head_dim=8, head_dim_v=6, config=config).blocks
     counts = np.array([1, 2], np.int32)
-    testing.to_library(dataclasses.replace(made, block_counts=counts), library).save(str(folder / "blocks"))
+    blocks = testing.to_library(dataclasses.replace(made, block_counts=counts), library)
+    other = testing.to_library(made, library)
+    blocks.save(str(folder / "blocks"))
     last: list[Any] = []
 
     def load(path: str) -> Any:
@@ -84,7 +87,7 @@ def blocks_kind(folder: Path, library: str = "numpy") -> Kind:
         with np.errstate(all="ignore"):
             dkv.reconstruct_blocks(testing.to_numpy(last[0]))
 
-    return Kind(f"blocks, {library}", folder / "blocks", load, use)
+    return Kind(f"blocks, {library}", folder / "blocks", load, use, (blocks.save, other.save))
 
 
 def cache_kind(folder: Path) -> Kind:
@@ -116,7 +119,8 @@ def cache_kind(folder: Path) -> Kind:
         most = max(state.rows, default=0)  # what lies beyond is spare room
         return [(name, part[:, :, :most] if "_rows" in name else part) for name, part in state.tensors().items()]
 
-    filled(21).save(str(folder / "cache"))
+    whole, other = filled(21), filled(17)
+    whole.save(str(folder / "cache"))
     cache, start = filled(9), filled(9)
     states = [layer.state for layer in start.layers]
 
@@ -132,7 +136,7 @@ def cache_kind(folder: Path) -> Kind:
             q, k, v = (torch.ones(batch, heads, 1, 8) for heads in (2, 1, 1))
             layer.state.attend(q, k, v)
 
-    return Kind("cache", folder / "cache", load, use, lambda: content(cache))
+    return Kind("cache", folder / "cache", load, use, (whole.save, other.save), lambda: content(cache))
 
 
 def profile_kind(folder: Path) -> Kind:
@@ -154,6 +158,7 @@ def profile_kind(folder: Path) -> Kind:
         ),
     )
     profile.save(folder / "profile")
+    other = dataclasses.replace(profile, text="another text, which is longer")
     last: list[Any] = []
 
     def load(path: str) -> Any:
@@ -164,7 +169,7 @@ def profile_kind(folder: Path) -> Kind:
         last[0].ranked_heads()
         last[0].to_dict()
 
-    return Kind("profile", folder / "profile", load, use, container=False)
+    return Kind("profile", folder / "profile", load, use, (profile.save, other.save), container=False)
 
 
 def prompt_cache_kind(folder: Path) -> Kind:
@@ -182,7 +187,14 @@ def prompt_cache_kind(folder: Path) -> Kind:
     ours.layer.attend(q, None, 0.3, None)
     plain.update_and_fetch(k, v)
     path, last = str(folder / "cache.safetensors"), [ours]
-    mlx_lm.save_prompt_cache(path, [ours, plain], {"by": "dkv"})
+
+    def save(path: str) -> None:
+        mlx_lm.save_prompt_cache(path, [ours, plain], {"by": "dkv"})
+
+    def save_other(path: str) -> None:
+        mlx_lm.save_prompt_cache(path, [plain, ours])
+
+    save(path)
 
     def load(path: str) -> Any:
         last[:] = mlx_lm.load_prompt_cache(path)
@@ -193,7 +205,7 @@ def prompt_cache_kind(folder: Path) -> Kind:
         for each in last:
             each.size()
 
-    return Kind("prompt cache", Path(path), load, use, key=f"0.{_files.CHECKSUM}")
+    return Kind("prompt cache", Path(path), load, use, (save, save_other), key=f"0.{_files.CHECKSUM}")
 
 
 def _content(parts: Any) -> Any:

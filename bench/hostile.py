@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import warnings
 from collections import Counter
@@ -50,42 +51,46 @@ def calls(library: str) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     lengths = testing.to_library(np.array([3, 13], np.int32), library)
     sink = testing.to_library(np.zeros(6, np.float32), library)
     weight = testing.to_library(np.ones((2, 48), np.float32), library)
-    state = testing.to_library(
-        AttentionState(np.zeros((2, 6, 1, 20), np.float32), np.zeros((2, 6, 1), np.float32)), library
-    )
+    empty = AttentionState(np.zeros((2, 6, 1, 20), np.float32), np.zeros((2, 6, 1), np.float32))
+    state = testing.to_library(empty, library)
     q, blocks, config = made.q, made.blocks, made.config
     rows = {"q": q, "k": made.k_window, "v": made.v_window}
-    logits: dict[str, Any] = {"sm_scale": 0.3, "softcap": 9.0, "backend": None}
+    backend: dict[str, Any] = {"backend": None}
+    indexed: dict[str, Any] = {"block_indices": None}
+    logits: dict[str, Any] = {"sm_scale": 0.3, "softcap": 9.0, **backend}
     selected = {"q": q, "blocks": blocks, "block_indices": indices, **logits}
     pins = {"top_k": 2, "router": "lowrank", "share": "kv_head", "sink_blocks": 1, "recent_blocks": 0}
     window = {"seq_lens": lengths, "window": 5, "sink": sink, **logits}
-    own = dataclasses.asdict(config)
     shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "scores": [[0.5]], "drop_loss": [[1.0]]}
     losses = {"key_options": [[4] * 8], "value_options": [4], "key_loss": [[[1.0]]], "value_loss": [[[1.0]]]}
     profile = {"model": "m", **shape, **losses, "channel_weight": [[[1.0]]], "text": "t", "settings": {"seed": 0}}
-    found = {
-        "compress_blocks": (dkv.compress_blocks, {"k": made.k, "v": made.v, "config": config, "token_weight": weight, "channel_weight": None, "backend": None}),
-        "reconstruct_blocks": (dkv.reconstruct_blocks, {"blocks": blocks, "backend": None}),
-        "route_blocks": (dkv.route_blocks, {"q": q, "blocks": blocks, **pins, "sm_scale": 0.3, "backend": None}),
+    weights = {"token_weight": weight, "channel_weight": None}
+    windows = {"k_window": made.k_window, "v_window": made.v_window}
+    tier = {"share": 1.0, "routed": True, "rank": 2, "num_residuals": 3, "residual_bits": 4, "key_bits": [4] * 8}
+    ours = dkv.HeadProfile(**profile)
+    return {
+        "compress_blocks": (dkv.compress_blocks, {"k": made.k, "v": made.v, "config": config, **weights, **backend}),
+        "reconstruct_blocks": (dkv.reconstruct_blocks, {"blocks": blocks, **backend}),
+        "route_blocks": (dkv.route_blocks, {"q": q, "blocks": blocks, **pins, "sm_scale": 0.3, **backend}),
         "lowrank_attention": (dkv.lowrank_attention, selected),
         "residual_attention": (dkv.residual_attention, selected),
-        "exact_attention": (dkv.exact_attention, {**rows, "causal": True, **window}),
-        "decode_attention": (dkv.decode_attention, {"q": q, "blocks": blocks, "k_window": made.k_window, "v_window": made.v_window, "config": config, "block_indices": indices, **window}),
-        "prefill_attention": (dkv.prefill_attention, {**rows, "config": config, "block_indices": None, "sink": sink, **logits}),
-        "merge_states": (dkv.merge_states, {"states": [state, state], "backend": None}),
-        "DKVConfig": (dkv.DKVConfig, own),
+        "exact_attention": (dkv.exact_attention, {**rows, "causal": True, "lse_base": "e", **window}),
+        "decode_attention": (dkv.decode_attention, {**selected, **windows, "config": config, **window}),
+        "prefill_attention": (dkv.prefill_attention, {**rows, "config": config, **indexed, "sink": sink, **logits}),
+        "merge_states": (dkv.merge_states, {"states": [state, state], **backend}),
+        "DKVConfig": (dkv.DKVConfig, dataclasses.asdict(config)),
         "DKVConfig.preset": (dkv.DKVConfig.preset, {"name": "default", "profile": None}),
+        "DKVConfig.paper": (dkv.DKVConfig.paper, {"num_residuals": 64}),
         "DKVConfig.from_dict": (dkv.DKVConfig.from_dict, {"values": config.to_dict()}),
-        "DKVConfig.with_profile": (config.with_profile, {"profile": dkv.HeadProfile(**profile)}),
-        "HeadTier": (dkv.HeadTier, {"share": 1.0, "routed": True, "rank": 2, "num_residuals": 3, "residual_bits": 4, "key_bits": [4] * 8, "value_bits": 4}),
+        "DKVConfig.with_profile": (config.with_profile, {"profile": ours}),
+        "HeadTier": (dkv.HeadTier, {**tier, "value_bits": 4}),
         "BlockFormat": (dkv.BlockFormat, dataclasses.asdict(blocks.format)),
         "HeadProfile": (dkv.HeadProfile, profile),
-        "HeadProfile.from_dict": (dkv.HeadProfile.from_dict, {"values": dkv.HeadProfile(**profile).to_dict()}),
+        "HeadProfile.from_dict": (dkv.HeadProfile.from_dict, {"values": ours.to_dict()}),
         "HeadProfile.load": (dkv.HeadProfile.load, {"path": "none"}),
         "HeadProfile.shipped": (dkv.HeadProfile.shipped, {"name": "smollm2-135m"}),
-        "CompressedBlocks.load": (CompressedBlocks.load, {"path": "none", "backend": None}),
-    }  # fmt: skip
-    return found
+        "CompressedBlocks.load": (CompressedBlocks.load, {"path": "none", **backend}),
+    }
 
 
 def libraries() -> list[str]:
@@ -164,7 +169,7 @@ def tried(rng: Random, name: str, call: Callable[..., Any], arguments: dict[str,
             call(**given)
     except allowed as error:
         outcome = REFUSED
-        words = [*_names(call), *arguments, *NAMED.get(name, ()), str(given.get("path", "blocks"))]
+        words = [*_names(call), *arguments, *NAMED.get(name, ()), _name(given.get("path", "blocks"))]
         if not any(re.search(rf"(?<!\w){re.escape(word)}", str(error)) for word in words):
             raise Misbehaved(f"{name}({what}): no argument is named by {error!r:.300}") from error
     except Exception as error:
@@ -194,6 +199,10 @@ def _names(call: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(call).parameters)
     except ValueError:
         return []
+
+
+def _name(path: Any) -> str:
+    return os.fsdecode(path) if isinstance(path, bytes) else str(path)
 
 
 def _bits(value: Any) -> Any:

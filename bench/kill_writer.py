@@ -14,6 +14,7 @@ from typing import Any
 
 from dkv import _paths
 
+WRITERS = ("/_paths.py", "/_files.py", "/_json.py", "/_mlx_files.py", "/files.py", "/contextlib.py", "/profile.py")
 OLD, NEW = "the old file", "the new file"
 
 
@@ -97,4 +98,4 @@ def _killer(at: int) -> Any:
 
 
 def _ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.endswith(("/_paths.py", "/_files.py", "/_json.py", "/contextlib.py", "/profile.py"))
+    return frame.f_code.co_filename.endswith(WRITERS)

@@ -39,6 +39,11 @@ def check_float(name: str, array: Any) -> None:
         raise TypeError(f"{name} must be one of {DTYPES}, got {dtype_name(array)}")
 
 
+def check_real(name: str, array: Any) -> None:
+    if "float" not in dtype_name(array) and "int" not in dtype_name(array):
+        raise TypeError(f"{name} must hold real numbers, got {dtype_name(array)}")
+
+
 def check_device(**arrays: Any) -> None:
     """Torch arrays of one call sit on one device."""
     devices = {name: str(array.device) for name, array in arrays.items() if hasattr(array, "device")}
@@ -104,13 +109,14 @@ def _misfit(blocks: CompressedBlocks) -> str | None:
             return f"{name} must be an array [B, N, H, channels], got {_described(getattr(blocks, name))}"
     lead = (blocks.batch_size, blocks.num_blocks)
     layout = _layout(blocks.format, blocks.num_kv_heads, blocks.head_dim, blocks.head_dim_v)
-    wanted = {name: ((*lead, *shape), kind) for name, (shape, kind) in layout.items()}
+    wanted = {name: ((*lead, *shape), dtypes) for name, (shape, dtypes) in layout.items()}
     if blocks.block_counts is not None:
-        wanted["block_counts"] = ((blocks.batch_size,), "int")
-    for name, (shape, kind) in wanted.items():
+        wanted["block_counts"] = ((blocks.batch_size,), ("int32", "int64"))
+    for name, (shape, dtypes) in wanted.items():
         part = getattr(blocks, name)
-        if tuple(getattr(part, "shape", ())) != shape or kind not in str(getattr(part, "dtype", "")):
-            return f"{name} must hold {kind}s [{', '.join(map(str, shape))}], got {_described(part)}"
+        array = hasattr(part, "shape") and hasattr(part, "dtype")
+        if not array or tuple(part.shape) != shape or dtype_name(part) not in dtypes:
+            return f"{name} must be {' or '.join(dtypes)} [{', '.join(map(str, shape))}], got {_described(part)}"
     return None
 
 
@@ -121,12 +127,15 @@ def _described(part: Any) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(fmt: BlockFormat, heads: int, dim: int, dim_v: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape of every part of a block, and whether it holds ints or floats."""
+def _layout(fmt: BlockFormat, heads: int, dim: int, dim_v: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Shape of every part of a block, and its dtypes: any of ours for one that holds floats."""
     from dkv.reference.storage import block_layout
 
     layout = block_layout(fmt, heads, dim, dim_v, "float32", "float32")
-    return {name: (shape, "int" if np.dtype(dtype).kind in "iu" else "float") for name, (shape, dtype) in layout.items()}
+    return {
+        name: (shape, (np.dtype(dtype).name,) if np.dtype(dtype).kind in "iu" else DTYPES)
+        for name, (shape, dtype) in layout.items()
+    }
 
 
 def check_heads(q: Any, num_kv_heads: int) -> None:
@@ -176,6 +185,7 @@ def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float
     check_positive("softcap", softcap)
     if sink is not None:
         check_array("sink", sink, "Hq", Hq=q.shape[1])
+        check_real("sink", sink)
     return float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)
 
 

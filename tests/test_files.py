@@ -31,6 +31,7 @@ KINDS = {
     "profile": fuzz_files.profile_kind,
     "prompt cache": fuzz_files.prompt_cache_kind,
 }
+KILLS = 40
 NEEDED = {"torch": "torch", "cache": "transformers", "prompt cache": "mlx_lm"}
 made: dict[str, fuzz_files.Kind] = {}
 
@@ -308,18 +309,11 @@ def test_what_a_killed_writer_left_goes_after_a_day(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f"{MARK}new.part", "blocks"]
 
 
-def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path):
-    old, new = blocks(0), blocks(1)
-    load = dkv.CompressedBlocks.load
-    counts = kill_writer.killed(
-        old.save, new.save, lambda path: load(path).u.tobytes(), tmp_path / "blocks", times=60, seed=0
-    )
-    assert counts.total() == 60 and min(counts[kill_writer.OLD], counts[kill_writer.NEW]) > 0, counts
-    profiles = [fuzz_files.profile_kind(tmp_path).content, dkv.HeadProfile.shipped("smollm2-135m")]
-    counts = kill_writer.killed(
-        profiles[0].save, profiles[1].save, dkv.HeadProfile.load, tmp_path / "p.json", times=20, seed=1
-    )
-    assert counts.total() == 20
+def test_a_killed_writer_leaves_the_old_file_or_the_new_one(kind, tmp_path):
+    if kind.name == "prompt cache":
+        return  # mlx's threads do not outlive a fork
+    counts = kill_writer.killed(*kind.saves, kind.load, tmp_path / f"file{kind.suffix}", KILLS, seed=0)
+    assert counts.total() == KILLS and min(counts[kill_writer.OLD], counts[kill_writer.NEW]) > 0, counts
 
 
 # what other programs read

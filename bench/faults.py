@@ -1,0 +1,145 @@
+"""What was tried to break dkv, and what broke: ``python -m bench.faults [--minutes 10] [--json FILE]``.
+
+The minutes are shared: spoilt files of every kind, writers that are killed, bad arguments to every public function, the
+state machines of tests/ with more examples, and a soak. Exit status 1 when anything failed; a spoilt file that was taken
+wrongly is kept in ``--keep``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import dkv
+from bench import fuzz_files, hostile, kill_writer
+from dkv._json import write_json
+
+SHARES = {"spoilt files": 0.4, "killed writers": 0.1, "bad arguments": 0.2, "state machines": 0.3}  # of the minutes
+BATCH = 200  # files, kills or calls between two looks at the clock
+
+
+class Row:
+    """One line of the table."""
+
+    def __init__(self, what: str, name: str) -> None:
+        self.what, self.name = what, name
+        self.counts: Counter[str] = Counter()
+        self.failed: list[str] = []
+
+    def dict(self) -> dict[str, Any]:
+        counts = dict(sorted(self.counts.items()))
+        return {"what": self.what, "of": self.name, "tried": self.counts.total(), **counts, "failed": self.failed}
+
+
+def rounds(seconds: float, seed: int) -> Iterator[int]:
+    """Seeds, one after another until the time is over; one at least."""
+    stop = time.monotonic() + seconds
+    yield seed
+    while time.monotonic() < stop:
+        seed += 1
+        yield seed
+
+
+def spoilt_files(seconds: float, seed: int, keep: Path) -> list[Row]:
+    rows = []
+    kinds = fuzz_files.kinds(keep)
+    for kind in kinds:
+        row = Row("spoilt files", kind.name)
+        for number in rounds(seconds / len(kinds), seed):
+            counts, failure = fuzz_files.fuzzed(kind, keep, BATCH, number)
+            row.counts += counts
+            if failure is not None:
+                row.failed.append(failure)
+                break
+        rows.append(row)
+    return rows
+
+
+def killed_writers(seconds: float, seed: int, keep: Path) -> list[Row]:
+    rows = []
+    kinds = [kind for kind in fuzz_files.kinds(keep) if kind.saves is not None]
+    for kind in kinds:
+        row = Row("killed writers", kind.name)
+        for number in rounds(seconds / len(kinds), seed):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / f"file{kind.suffix}"
+                try:
+                    row.counts += kill_writer.killed(*kind.saves, kind.load, path, BATCH // 10, number)
+                except AssertionError as error:
+                    row.failed.append(f"{kind.name}: {error} (seed {number})")
+                    break
+        rows.append(row)
+    return rows
+
+
+def bad_arguments(seconds: float, seed: int, keep: Path) -> list[Row]:
+    rows = []
+    for library in hostile.libraries():
+        row = Row("bad arguments", library)
+        for number in rounds(seconds / len(hostile.libraries()), seed):
+            counts, failed = hostile.run(number, BATCH // 10, library)
+            row.counts += counts
+            row.failed += failed
+            if failed:
+                break
+        rows.append(row)
+    return rows
+
+
+PARTS: dict[str, Callable[[float, int, Path], list[Row]]] = {
+    "spoilt files": spoilt_files,
+    "killed writers": killed_writers,
+    "bad arguments": bad_arguments,
+}
+
+
+def run(minutes: float, seed: int, keep: Path, parts: list[str]) -> list[Row]:
+    """One row for each kind of what was tried."""
+    total = sum(SHARES[name] for name in parts)
+    return [row for name in parts for row in PARTS[name](60 * minutes * SHARES[name] / total, seed, keep)]
+
+
+def table(rows: list[Row]) -> Table:
+    shown = Table("what", "of", "tried", "survived", "failed", title=f"dkv {dkv.__version__}")
+    for row in rows:
+        outcomes = ", ".join(f"{count:,} {name}" for name, count in sorted(row.counts.items()) if name != "failed")
+        shown.add_row(row.what, row.name, f"{row.counts.total():,}", outcomes, str(len(row.failed)))
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=list(PARTS), action="append", help="leave the other parts out; may repeat")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for spoilt files that were taken wrongly; temporary if unset"
+    )
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    keep = options.keep or Path(tempfile.mkdtemp(prefix="dkv-faults-"))
+    keep.mkdir(parents=True, exist_ok=True)
+    rows = run(options.minutes, options.seed, keep, options.only or list(PARTS))
+    console = Console()
+    console.print(table(rows))
+    failed = [failure for row in rows for failure in row.failed]
+    for failure in failed:
+        console.print(failure, markup=False)
+    if options.json:
+        write_json(
+            options.json, {"minutes": options.minutes, "seed": options.seed, "rows": [row.dict() for row in rows]}
+        )
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
