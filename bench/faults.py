@@ -1,8 +1,8 @@
 """What was tried to break dkv, and what broke: ``python -m bench.faults [--minutes 10] [--json FILE]``.
 
-The minutes are shared: spoilt files of every kind, writers that are killed, bad arguments to every public function, the
-state machines of tests/ with more examples, and a soak. Exit status 1 when anything failed; a spoilt file that was taken
-wrongly is kept in ``--keep``.
+The minutes are shared: spoilt files of every kind, writers that are killed, bad arguments to every public function, and
+the state machines of tests/ with more examples; a soak follows. Exit status 1 when anything failed; a spoilt file that
+was taken wrongly is kept in ``--keep``.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=list(PARTS), action="append", help="leave the other parts out; may repeat")
-    parser.add_argument(
-        "--keep", type=Path, help="a folder for spoilt files that were taken wrongly; temporary if unset"
-    )
+    parser.add_argument("--keep", type=Path, help="a folder for spoilt files that were taken; temporary if unset")
     parser.add_argument("--json")
     options = parser.parse_args()
     keep = options.keep or Path(tempfile.mkdtemp(prefix="dkv-faults-"))

@@ -43,7 +43,8 @@ class Kind:
     """A kind of file: a whole one, how it is loaded, and what must be as before when it is not.
 
     ``load`` gives what can be compared; ``use`` tries what was loaded last; ``held`` is what a refusal must leave as it
-    was when ``load`` began; ``saves`` write two files that differ.
+    was when ``load`` began; ``saves`` write two files that differ, None
+    where a fork cannot write them.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Kind:
         path: Path,
         load: Callable[[str], Any],
         use: Callable[[], None],
-        saves: tuple[Callable[[str], Any], Callable[[str], Any]],
+        saves: tuple[Callable[[str], Any], Callable[[str], Any]] | None,
         held: Callable[[], Any] = lambda: None,
         container: bool = True,
         key: str = _files.CHECKSUM,
@@ -187,14 +188,7 @@ def prompt_cache_kind(folder: Path) -> Kind:
     ours.layer.attend(q, None, 0.3, None)
     plain.update_and_fetch(k, v)
     path, last = str(folder / "cache.safetensors"), [ours]
-
-    def save(path: str) -> None:
-        mlx_lm.save_prompt_cache(path, [ours, plain], {"by": "dkv"})
-
-    def save_other(path: str) -> None:
-        mlx_lm.save_prompt_cache(path, [plain, ours])
-
-    save(path)
+    mlx_lm.save_prompt_cache(path, [ours, plain], {"by": "dkv"})
 
     def load(path: str) -> Any:
         last[:] = mlx_lm.load_prompt_cache(path)
@@ -205,7 +199,7 @@ def prompt_cache_kind(folder: Path) -> Kind:
         for each in last:
             each.size()
 
-    return Kind("prompt cache", Path(path), load, use, (save, save_other), key=f"0.{_files.CHECKSUM}")
+    return Kind("prompt cache", Path(path), load, use, None, key=f"0.{_files.CHECKSUM}")
 
 
 def _content(parts: Any) -> Any:

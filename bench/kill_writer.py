@@ -15,6 +15,7 @@ from typing import Any
 from dkv import _paths
 
 WRITERS = ("/_paths.py", "/_files.py", "/_json.py", "/_mlx_files.py", "/files.py", "/contextlib.py", "/profile.py")
+PATIENCE = 120  # seconds that a save may take
 OLD, NEW = "the old file", "the new file"
 
 
@@ -44,6 +45,7 @@ def killed(
         child = os.fork()
         if child == 0:
             try:
+                signal.alarm(PATIENCE)
                 sys.settrace(_killer(at))
                 save_new(str(path))
             finally:

@@ -310,8 +310,8 @@ def test_what_a_killed_writer_left_goes_after_a_day(tmp_path):
 
 
 def test_a_killed_writer_leaves_the_old_file_or_the_new_one(kind, tmp_path):
-    if kind.name == "prompt cache":
-        return  # mlx's threads do not outlive a fork
+    if kind.saves is None:
+        return  # mlx's threads do not live on in a fork
     counts = kill_writer.killed(*kind.saves, kind.load, tmp_path / f"file{kind.suffix}", KILLS, seed=0)
     assert counts.total() == KILLS and min(counts[kill_writer.OLD], counts[kill_writer.NEW]) > 0, counts
 
