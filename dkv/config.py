@@ -14,6 +14,7 @@ KEEPS = ("distinct", "error")
 FORMATS = ("compact", "fp32", "fp16", "bf16")
 ROUTERS = ("lowrank", "keys", "minmax", "residual")
 SHARES = ("kv_head", "all")
+WHEN_FULL = ("error", "drop_oldest")
 EVERY_BLOCK = 2**31 - 1  # a top_k beyond any number of blocks
 EVERY_POSITION = 2**63 - 1  # a prefill_dense_below that makes all of prefill dense
 DEFAULT_PREFILL_KEYS = 2048  # that a query block attends where nothing else limits it
@@ -125,6 +126,11 @@ class DKVConfig:
         Newest tokens that the runtime keeps exact, at least; at most ``window + block_size - 1``.
     sink_tokens : int
         First tokens of a sequence that the runtime keeps exact. They replace ``sink_blocks`` there.
+    max_blocks : int, optional
+        Closed blocks that the runtime holds of a sequence, in each layer, at most. No limit when None.
+    when_full : {"error", "drop_oldest"}
+        What happens to tokens that would close more blocks than ``max_blocks``: they are refused before anything has
+        changed, or the sequence's oldest closed blocks leave for good. Sink tokens stay, and so do all positions.
     chunk_top_k : int, optional
         Compressed blocks that a chunk of more than one query attends in the runtime, by ``router``. When None, all of
         them below ``prefill_dense_below``, and key blocks by the fields that begin with ``prefill_`` from there on.
@@ -182,6 +188,8 @@ class DKVConfig:
     recent_blocks: int = 0
     window: int = 1024
     sink_tokens: int = 256
+    max_blocks: int | None = None
+    when_full: str = "error"
     chunk_top_k: int | None = None
     prefill_block: int = 128
     prefill_key_block: int = 64
@@ -208,6 +216,7 @@ class DKVConfig:
         self._check_int("recent_blocks", 0)
         self._check_int("window", 1)
         self._check_int("sink_tokens", 0)
+        self._check_int("max_blocks", 1, optional=True)
         self._check_int("chunk_top_k", 1, optional=True)
         self._check_int("prefill_block", 1)
         self._check_int("prefill_top_k", 1, optional=True)
@@ -216,7 +225,8 @@ class DKVConfig:
         self._check_int("prefill_stride", 1)
         self._check_int("prefill_dense_below", 0)
         self._check_int("prefill_tail", 0)
-        for name, choices in (("keep", KEEPS), ("format", FORMATS), ("router", ROUTERS), ("share", SHARES)):
+        named = (("keep", KEEPS), ("format", FORMATS), ("router", ROUTERS), ("share", SHARES), ("when_full", WHEN_FULL))
+        for name, choices in named:
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r:.200}")
         object.__setattr__(self, "key_bits", self.block_format.key_bits)  # checks the widths; a list became a tuple

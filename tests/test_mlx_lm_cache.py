@@ -198,7 +198,7 @@ def test_a_state_that_does_not_fit_is_refused_whole(model):
         ((state["k_rows"], state["v_rows"]), "must be a mapping of arrays, got tuple"),
         ({"k_rows": state["k_rows"]}, "must have a header of bytes"),
         ({**state, "header": mx.array([1, 2], dtype=mx.uint8)}, "a header that is not JSON"),
-        (changed_header(state, dkv=999), "version of the state of a DKV cache is 999, this dkv reads 1"),
+        (changed_header(state, dkv=999), "version of the state of a DKV cache is 999, this dkv reads 2"),
         (changed_header(state, config={**config, "rank": 200}), "rank must be 0..128, got 200"),
         (changed_header(state, config={**config, "rank": 3}), "blocks do not fit|must have shape|format"),
         (changed_header(state, config={**config, "block_size": 32}), "lengths that do not fit: 100 tokens"),

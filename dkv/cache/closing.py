@@ -8,7 +8,7 @@ from typing import Any
 from dkv._checks import check_count
 from dkv.cache._arrays import Array, weights, zeros
 from dkv.cache.heads import pick
-from dkv.cache.lengths import due_blocks
+from dkv.cache.lengths import due_blocks, surplus
 from dkv.cache.pool import join_blocks, stack_rows
 from dkv.compress import compress_blocks
 from dkv.config import HeadGroup
@@ -18,20 +18,25 @@ from dkv.types import CompressedBlocks
 def close_blocks(layer: Any, window: int) -> bool:
     """Compress the oldest full blocks of a ``LayerCache`` behind its sink tokens; whether there were any.
 
-    At least ``window`` rows stay exact. Nothing has changed where a block is refused.
+    At least ``window`` rows stay exact, and at most ``max_blocks`` closed blocks, the newest. Nothing has changed where
+    a block is refused.
     """
     check_count("window", window)
     size = layer.config.block_size
     sinks, due = due_blocks(layer.config, layer.tokens, layer.rows, window)
     if not any(due):
         return False
+    over = surplus(layer.config, layer.block_counts, due)
+    unmade = [max(0, gone - held) for gone, held in zip(over, layer.block_counts, strict=True)]  # never compressed
+    starts = [sink + count * size for sink, count in zip(sinks, unmade, strict=True)]
+    made = [a - b for a, b in zip(due, unmade, strict=True)]
     buffers, groups = (layer.k_rows, layer.v_rows), layer.stored_groups()
-    new = [_compressed(buffers, group, sinks, due, size) for group in groups]  # all of them before any is kept
+    new = [_compressed(buffers, group, starts, made, size) for group in groups]  # all of them before any is kept
     old: Sequence[CompressedBlocks | None] = layer.blocks or (None,) * len(groups)
-    layer.blocks = tuple(
-        join_blocks(before, layer.block_counts, after, due) for before, after in zip(old, new, strict=True)
-    )
-    layer.block_counts = [a + b for a, b in zip(layer.block_counts, due, strict=True)]
+    spans = [(gone - none, held) for gone, none, held in zip(over, unmade, layer.block_counts, strict=True)]
+    layer.blocks = tuple(join_blocks(before, spans, after, made) for before, after in zip(old, new, strict=True))
+    layer.block_counts = [held + a - b for held, a, b in zip(layer.block_counts, due, over, strict=True)]
+    layer.dropped = [a + b for a, b in zip(layer.dropped, over, strict=True)]
     left = [row - count * size for row, count in zip(layer.rows, due, strict=True)]
     capacity = -(-max(left) // size) * size
     closed = [count * size for count in due]
@@ -41,14 +46,14 @@ def close_blocks(layer: Any, window: int) -> bool:
 
 
 def _compressed(
-    buffers: Sequence[Array], group: HeadGroup, sinks: list[int], due: list[int], size: int
+    buffers: Sequence[Array], group: HeadGroup, starts: list[int], counts: list[int], size: int
 ) -> CompressedBlocks:
-    """The rows that are due, ``due[b]`` blocks behind ``sinks[b]`` rows, of a group's heads."""
-    if len(set(due)) == 1 and len(set(sinks)) == 1:
-        return _compressed_rows(buffers, group, slice(None), slice(sinks[0], sinks[0] + due[0] * size))
+    """``counts[b]`` blocks behind the first ``starts[b]`` rows, of a group's heads."""
+    if len(set(counts)) == 1 and len(set(starts)) == 1:
+        return _compressed_rows(buffers, group, slice(None), slice(starts[0], starts[0] + counts[0] * size))
     rows = [
-        _compressed_rows(buffers, group, slice(row, row + 1), slice(sink, sink + count * size)) if count else None
-        for row, (sink, count) in enumerate(zip(sinks, due, strict=True))
+        _compressed_rows(buffers, group, slice(row, row + 1), slice(start, start + count * size)) if count else None
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True))
     ]
     return stack_rows(rows)
 

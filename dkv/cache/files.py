@@ -13,7 +13,7 @@ from dkv._paths import check_path
 from dkv.cache.layer import LayerCache
 from dkv.cache.loading import check_lengths, fitting_blocks
 
-LENGTHS = ("offset", "tokens", "rows", "block_counts")
+LENGTHS = ("offset", "tokens", "rows", "block_counts", "dropped")
 
 
 def save_cache(cache: Any, path: str | os.PathLike[str]) -> None:
@@ -38,8 +38,8 @@ def load_cache(cache: Any, path: str | os.PathLike[str], device: Any) -> None:
     tensors, header = read(path, "cache", "torch")
     with named(check_path(path)):
         loaded = _loaded(cache, tensors, header, device)
-    cache.reset()
     for layer, content in loaded:
+        layer.reset()
         if isinstance(content, LayerCache):
             layer.state, layer.is_initialized = content, content.offset > 0
         elif content[0]:
@@ -123,7 +123,7 @@ def _seen(layer: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) 
 
 
 def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) -> LayerCache:
-    offset, tokens, rows, counts = _lengths(config, entry, where)
+    offset, tokens, rows, counts, dropped = _lengths(config, entry, where)
     batch = len(tokens)
     state = LayerCache(config, groups)
     if not batch:
@@ -146,7 +146,7 @@ def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any
         real_tokens = real.sum(1).tolist()
     if tokens != real_tokens:
         raise ValueError(f"{where} counts {tokens} tokens in {offset} positions, its padding says {real_tokens}")
-    state.offset, state.tokens, state.rows, state.block_counts = offset, tokens, rows, counts
+    state.offset, state.tokens, state.rows, state.block_counts, state.dropped = offset, tokens, rows, counts, dropped
     state.k_rows, state.v_rows, state.real = k_rows, v_rows, real
     by_group: dict[str, dict[str, Any]] = {}
     for name, part in parts.items():
@@ -163,12 +163,11 @@ def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any
     return state
 
 
-def _lengths(config: Any, entry: dict[str, Any], where: str) -> tuple[int, list[int], list[int], list[int]]:
-    values: list[Any] = [entry.get(name) for name in LENGTHS]
-    offset, tokens, rows, counts = values
+def _lengths(config: Any, entry: dict[str, Any], where: str) -> tuple[Any, ...]:
+    offset, tokens, rows, counts, dropped = (entry.get(name) for name in LENGTHS)
     if type(offset) is not int:
         raise ValueError(f"{where} has no lengths")
-    check_lengths(config, tokens, rows, counts, where)
+    check_lengths(config, tokens, rows, counts, dropped, where)
     if any(token > offset for token in tokens):
         raise ValueError(f"{where} has lengths that do not fit: {max(tokens)} tokens in {offset} positions")
-    return offset, tokens, rows, counts
+    return offset, tokens, rows, counts, dropped

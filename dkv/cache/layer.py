@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dkv.cache.closing import close_blocks
 from dkv.cache.heads import check_groups, one_group, pick, put_back
-from dkv.cache.lengths import check_crop
+from dkv.cache.lengths import check_crop, check_room
 from dkv.cache.pool import cut_blocks, with_counts
 from dkv.cache.prefill import Past, attend_past
 from dkv.config import DKVConfig, HeadGroup
@@ -49,6 +49,8 @@ class LayerCache:
         Exact rows stored for each sequence: sink rows, then the window.
     block_counts : list of int
         Closed blocks of each sequence.
+    dropped : list of int
+        Closed blocks of each sequence that have left for good, by the config's ``when_full``.
     blocks : tuple of CompressedBlocks
         Those of each stored group; empty while no block is closed.
     visited, visible : int
@@ -74,6 +76,9 @@ class LayerCache:
         if groups is None and config.splits_heads:
             raise ValueError("config splits the heads: give its config.head_groups(layer, num_kv_heads) as groups")
         groups = None if groups is None else check_groups(groups, config)
+        held = max(self.block_counts, default=0)
+        if config.max_blocks is not None and held > config.max_blocks:
+            raise ValueError(f"config has a max_blocks of {config.max_blocks}, a sequence holds {held} closed blocks")
         if any(self.block_counts):
             assert self.k_rows is not None
             heads = self.k_rows.shape[1]
@@ -93,6 +98,7 @@ class LayerCache:
         self.tokens: list[int] = []
         self.rows: list[int] = []
         self.block_counts: list[int] = []
+        self.dropped: list[int] = []
         self.blocks: tuple[CompressedBlocks, ...] = ()
         self.k_rows: Tensor | None = None
         self.v_rows: Tensor | None = None
@@ -137,12 +143,14 @@ class LayerCache:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     @property
+    def _row_nbytes(self) -> int:
+        held = [rows for rows in (self.k_rows, self.v_rows) if rows is not None]
+        return sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in held)
+
+    @property
     def dense_nbytes(self) -> int:
         """Bytes of dense K and V of every position seen, in the cache's dtype."""
-        if self.k_rows is None or self.v_rows is None:
-            return 0
-        per_row = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in (self.k_rows, self.v_rows))
-        return self.batch_size * self.offset * per_row
+        return self.batch_size * self.offset * self._row_nbytes
 
     @property
     def compressed_nbytes(self) -> int:
@@ -152,10 +160,12 @@ class LayerCache:
     @property
     def compressed_dense_nbytes(self) -> int:
         """Bytes of the dense rows that the closed blocks stand for, of heads that forget them too."""
-        if self.k_rows is None or self.v_rows is None:
-            return 0
-        per_row = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in (self.k_rows, self.v_rows))
-        return sum(self.block_counts) * self.config.block_size * per_row
+        return sum(self.block_counts) * self.config.block_size * self._row_nbytes
+
+    @property
+    def dropped_tokens(self) -> list[int]:
+        """Tokens of each sequence whose blocks have left for good."""
+        return [count * self.config.block_size for count in self.dropped]
 
     # appending and attending
 
@@ -356,10 +366,11 @@ class LayerCache:
         for name, held, new in (("k", self.k_rows, k), ("v", self.v_rows, v)):
             if held is not None and held.dtype != new.dtype:
                 raise TypeError(f"{name} must have the cache's dtype {held.dtype}, got {new.dtype}")
-        if not self.tokens:
-            self.tokens, self.rows, self.block_counts = [0] * batch, [0] * batch, [0] * batch
         if padding is not None:
             padding = None if bool(padding.all()) else padding.expand(batch, -1)
+        self.check_room(k, padding)
+        if not self.tokens:
+            self.tokens, self.rows, self.block_counts, self.dropped = ([0] * batch for _ in range(4))
         if padding is not None or self.real is not None:
             new = torch.ones(batch, length, dtype=torch.bool, device=k.device) if padding is None else padding
             old = self.real
@@ -376,16 +387,23 @@ class LayerCache:
         rank = real.long().cumsum(1)
         start = torch.tensor(self.rows, device=k.device)[:, None]
         order = (~real).long().argsort(dim=1, stable=True)  # real rows first, in order
+        added = rank[:, -1].tolist()
         self._grow(k, v, max(self.rows) + length)
         assert self.k_rows is not None and self.v_rows is not None
         where = (start + torch.arange(length, device=k.device))[:, None, :, None]
         for rows, chunk in ((self.k_rows, k), (self.v_rows, v)):
             packed = chunk.gather(2, order[:, None, :, None].expand_as(chunk))
             rows.scatter_(2, where.expand_as(packed), packed)
-        added = rank[:, -1].tolist()
         self.rows = [a + b for a, b in zip(self.rows, added, strict=True)]
         self.tokens = [a + b for a, b in zip(self.tokens, added, strict=True)]
         return start + rank - 1
+
+    def check_room(self, k: Tensor, padding: Tensor | None = None) -> None:
+        """Refuse a chunk that would close more blocks than the config's ``max_blocks``, where that is an error."""
+        batch = k.shape[0]
+        added = [k.shape[2]] * batch if padding is None else padding.sum(1).tolist()
+        lengths = (self.tokens, self.rows, self.block_counts) if self.tokens else ([0] * batch,) * 3
+        check_room(self.config, *lengths, added)
 
     def _write_uniform(self, k: Tensor, v: Tensor) -> None:
         start, length = self.rows[0], k.shape[2]
@@ -458,8 +476,8 @@ class LayerCache:
         self.k_rows, self.v_rows, self.real = (
             None if part is None else part.index_select(0, where) for part in (self.k_rows, self.v_rows, self.real)
         )
-        self.tokens, self.rows, self.block_counts = (
-            [values[i] for i in picked] for values in (self.tokens, self.rows, self.block_counts)
+        self.tokens, self.rows, self.block_counts, self.dropped = (
+            [values[i] for i in picked] for values in (self.tokens, self.rows, self.block_counts, self.dropped)
         )
         most = max(self.block_counts, default=0)
         self.blocks = tuple(

@@ -10,15 +10,25 @@ from dkv.config import DKVConfig, HeadGroup
 from dkv.types import CompressedBlocks
 
 
-def check_lengths(config: DKVConfig, tokens: Any, rows: Any, block_counts: Any, where: str) -> None:
+def check_lengths(config: DKVConfig, tokens: Any, rows: Any, block_counts: Any, dropped: Any, where: str) -> None:
     """Lists of whole numbers, one a sequence, that add up."""
-    lists = (tokens, rows, block_counts)
+    lists = (tokens, rows, block_counts, dropped)
     if not all(isinstance(values, list) and len(values) == len(tokens) for values in lists):
         raise ValueError(f"{where} has no lengths")
-    for token, row, count in zip(tokens, rows, block_counts, strict=True):
-        whole = all(type(value) is int and value >= 0 for value in (token, row, count))
-        if not whole or row + count * config.block_size != token or (count and row < config.sink_tokens):
-            raise ValueError(f"{where} has lengths that do not fit: {token} tokens, {row} rows, {count} blocks")
+    for token, row, count, gone in zip(*lists, strict=True):
+        whole = all(type(value) is int and value >= 0 for value in (token, row, count, gone))
+        added_up = whole and row + (count + gone) * config.block_size == token
+        if not added_up or (count and row < config.sink_tokens) or not _held_within(config, count, gone):
+            raise ValueError(
+                f"{where} has lengths that do not fit: {token} tokens, {row} rows, {count} blocks and {gone} dropped"
+            )
+
+
+def _held_within(config: DKVConfig, count: int, gone: int) -> bool:
+    """Whether a limit allows ``count`` blocks and explains the ``gone`` ones."""
+    if config.max_blocks is None:
+        return gone == 0
+    return count <= config.max_blocks and (gone == 0 or (config.when_full == "drop_oldest" and count > 0))
 
 
 def fitting_blocks(

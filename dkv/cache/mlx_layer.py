@@ -16,7 +16,7 @@ from dkv._checks import check_count
 from dkv._dispatch import op_module
 from dkv.cache.closing import close_blocks
 from dkv.cache.heads import check_groups, one_group, pick, put_back
-from dkv.cache.lengths import check_crop
+from dkv.cache.lengths import check_crop, check_room
 from dkv.cache.mlx_prefill import attend_past, every_row
 from dkv.cache.pool import cut_blocks, stack_rows, with_counts
 from dkv.config import DKVConfig, HeadGroup
@@ -48,6 +48,8 @@ class LayerCache:
         Exact rows stored for each sequence: sink rows, then the window.
     block_counts : list of int
         Closed blocks of each sequence.
+    dropped : list of int
+        Closed blocks of each sequence that have left for good, by the config's ``when_full``.
     blocks : tuple of CompressedBlocks
         Those of each stored group; empty while no block is closed.
     k_rows, v_rows : array [B, Hkv, capacity, D or Dv] or None
@@ -73,6 +75,7 @@ class LayerCache:
         self.tokens = [0] * batch_size
         self.rows = [0] * batch_size
         self.block_counts = [0] * batch_size
+        self.dropped = [0] * batch_size
         self.blocks: tuple[CompressedBlocks, ...] = ()
         self.k_rows: mx.array | None = None
         self.v_rows: mx.array | None = None
@@ -127,6 +130,11 @@ class LayerCache:
         """Bytes of the dense rows that the closed blocks stand for, of heads that forget them too."""
         return sum(self.block_counts) * self.config.block_size * self._row_nbytes
 
+    @property
+    def dropped_tokens(self) -> list[int]:
+        """Tokens of each sequence whose blocks have left for good."""
+        return [count * self.config.block_size for count in self.dropped]
+
     # appending
 
     def append(self, k: mx.array, v: mx.array, spans: Spans | None = None) -> None:
@@ -149,9 +157,11 @@ class LayerCache:
                     f"{name} must be as the cache's: {held.shape[1]} heads of {held.shape[3]} channels, {held.dtype}; "
                     f"got {heads} of {new.shape[3]}, {new.dtype}"
                 )
+        added = [length] * batch if spans is None else [count for _, count in spans]
+        lengths = (self.tokens, self.rows, self.block_counts) if self.tokens else ([0] * batch,) * 3
+        check_room(self.config, *lengths, added)
         if not self.tokens:
             self.reset(batch)
-        added = [length] * batch if spans is None else [count for _, count in spans]
         self._grow(k, v, max(self.rows) + length)
         assert self.k_rows is not None and self.v_rows is not None
         if len(set(self.rows)) == 1 and set(added) == {length}:
@@ -337,8 +347,8 @@ class LayerCache:
         if any(not 0 <= i < self.batch_size for i in index):
             raise IndexError(f"index must name sequences 0..{self.batch_size - 1}, got {list(index)}")
         where = mx.array(list(index), dtype=mx.int32)
-        self.tokens, self.rows, self.block_counts = (
-            [values[i] for i in index] for values in (self.tokens, self.rows, self.block_counts)
+        self.tokens, self.rows, self.block_counts, self.dropped = (
+            [values[i] for i in index] for values in (self.tokens, self.rows, self.block_counts, self.dropped)
         )
         if not any(self.tokens):
             self.reset(len(index))
@@ -367,9 +377,8 @@ def joined(layers: Sequence[LayerCache]) -> LayerCache:
             raise ValueError("caches of one batch must have the same config and head groups")
         if layer.k_rows is not None and not _same_rows(layer, full[0]):
             raise ValueError("caches of one batch must have the same kv heads, channels and dtype")
-    one.tokens, one.rows, one.block_counts = (
-        [value for layer in layers for value in getattr(layer, name)] for name in ("tokens", "rows", "block_counts")
-    )
+    for name in ("tokens", "rows", "block_counts", "dropped"):
+        setattr(one, name, [value for layer in layers for value in getattr(layer, name)])
     stored = max(one.rows)
     capacity = -(-stored // one.config.block_size) * one.config.block_size
     for name in ("k_rows", "v_rows"):

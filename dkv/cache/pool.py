@@ -17,25 +17,25 @@ def with_counts(blocks: CompressedBlocks, counts: Sequence[int]) -> CompressedBl
 
 
 def join_blocks(
-    old: CompressedBlocks | None, old_counts: Sequence[int], new: CompressedBlocks, new_counts: Sequence[int]
+    old: CompressedBlocks | None, spans: Sequence[tuple[int, int]], new: CompressedBlocks, new_counts: Sequence[int]
 ) -> CompressedBlocks:
-    """Row ``b`` is the first ``old_counts[b]`` blocks of ``old``, then the first ``new_counts[b]`` of ``new``."""
+    """Row ``b`` is the blocks in the half-open range ``spans[b]`` of ``old``, then ``new_counts[b]`` of ``new``."""
     if old is None:
         return with_counts(cut_blocks(new, max(new_counts)), new_counts)
-    counts = [a + b for a, b in zip(old_counts, new_counts, strict=True)]
-    uniform = len(set(old_counts)) == 1 and len(set(new_counts)) == 1
+    counts = [stop - start + new for (start, stop), new in zip(spans, new_counts, strict=True)]
+    uniform = len(set(spans)) == 1 and len(set(new_counts)) == 1
     parts = {}
     for name, part in old.parts():
         if name == "block_counts":
             continue
         added = getattr(new, name)
         if uniform:
-            parts[name] = cat([part[:, : old_counts[0]], added[:, : new_counts[0]]], 1)
+            parts[name] = cat([part[:, slice(*spans[0])], added[:, : new_counts[0]]], 1)
             continue
         joined = zeros(part, (part.shape[0], max(counts), *part.shape[2:]))
-        for row, (a, b) in enumerate(zip(old_counts, new_counts, strict=True)):
-            joined[row, :a] = part[row, :a]
-            joined[row, a : a + b] = added[row, :b]
+        for row, ((start, stop), count) in enumerate(zip(spans, new_counts, strict=True)):
+            joined[row, : stop - start] = part[row, start:stop]
+            joined[row, stop - start : counts[row]] = added[row, :count]
         parts[name] = joined
     return with_counts(CompressedBlocks(format=old.format, **parts), counts)
 

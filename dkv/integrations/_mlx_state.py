@@ -12,7 +12,7 @@ from dkv.cache.loading import check_lengths, fitting_blocks
 from dkv.cache.mlx_layer import FLOATS, LayerCache
 from dkv.config import DKVConfig, HeadGroup
 
-VERSION = 1
+VERSION = 2
 WHERE = "state of a DKV cache"
 
 
@@ -25,6 +25,7 @@ def state_of(layer: LayerCache) -> dict[str, Any]:
         "tokens": layer.tokens,
         "rows": layer.rows,
         "block_counts": layer.block_counts,
+        "dropped": layer.dropped,
         "groups": groups
         if groups is None
         else [[group.heads, None if group.config is None else group.config.to_dict()] for group in groups],
@@ -65,17 +66,17 @@ def layer_of(state: Any) -> LayerCache:
     try:
         config = DKVConfig.from_dict(header["config"])
         layer = LayerCache(config, _groups(header["groups"], parts), _selects(header["selects"]))
-        tokens, rows, counts = (header[name] for name in ("tokens", "rows", "block_counts"))
+        tokens, rows, counts, dropped = (header[name] for name in ("tokens", "rows", "block_counts", "dropped"))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{WHERE} is not this version's: {error!r}") from error
-    check_lengths(config, tokens, rows, counts, WHERE)
+    check_lengths(config, tokens, rows, counts, dropped, WHERE)
     layer.reset(len(tokens))
     if not any(tokens):
         if parts:
             raise ValueError(f"{WHERE} holds {sorted(parts)} of no token")
         return layer
     _check_rows(parts, len(tokens), max(rows))
-    layer.tokens, layer.rows, layer.block_counts = tokens, rows, counts
+    layer.tokens, layer.rows, layer.block_counts, layer.dropped = tokens, rows, counts, dropped
     layer.k_rows, layer.v_rows = (mx.array(parts.pop(name)) for name in ("k_rows", "v_rows"))
     heads = sum(len(group.heads) for group in layer.head_groups())
     if heads != layer.k_rows.shape[1]:

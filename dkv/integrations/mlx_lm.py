@@ -65,6 +65,7 @@ class DKVCache(mlx_cache._BaseCache):
         length = keys.shape[2]
         spans = self._spans(length)
         self.layer.append(keys, values, spans)
+        self._pass(length, spans)
         self._awaited = (length, spans)
         rows = max(self.layer.tokens)
         return tuple(hook.DKVRows(self, (*part.shape[:2], rows, part.shape[3]), part.dtype) for part in (keys, values))  # type: ignore[return-value]
@@ -78,6 +79,9 @@ class DKVCache(mlx_cache._BaseCache):
 
     def _spans(self, length: int) -> Spans | None:
         return None
+
+    def _pass(self, length: int, spans: Spans | None) -> None:
+        """The padding of a stored chunk lies behind."""
 
     def attend(self, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None) -> mx.array:
         """What the attention function gives for the chunk that was stored last."""
@@ -132,6 +136,11 @@ class DKVCache(mlx_cache._BaseCache):
     def compressed_dense_nbytes(self) -> int:
         """Bytes of the dense rows that the closed blocks stand for."""
         return self.layer.compressed_dense_nbytes
+
+    @property
+    def dropped_tokens(self) -> list[int]:
+        """Tokens of each sequence whose blocks have left for good, by the config's ``when_full``."""
+        return self.layer.dropped_tokens
 
     @property
     def state(self) -> dict[str, mx.array]:
@@ -252,10 +261,13 @@ class BatchDKVCache(DKVCache):
         firsts = [min(left, length) for left in self._left]
         reals = [length] * len(firsts) if self._real is None else self._real
         spans = [(first, min(length - first, real)) for first, real in zip(firsts, reals, strict=True)]
-        self._left = [left - first for left, first in zip(self._left, firsts, strict=True)]
+        return None if all(span == (0, length) for span in spans) else spans
+
+    def _pass(self, length: int, spans: Spans | None) -> None:
+        spans = [(0, length)] * len(self._left) if spans is None else spans
+        self._left = [left - first for left, (first, _) in zip(self._left, spans, strict=True)]
         if self._real is not None:
             self._real = [real - count for real, (_, count) in zip(self._real, spans, strict=True)]
-        return None if all(span == (0, length) for span in spans) else spans
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """No array: the padding is known here."""

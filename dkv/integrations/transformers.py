@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from dkv._checks import check_format
 from dkv.cache import LayerCache
 from dkv.cache.files import load_cache, save_cache
+from dkv.cache.turns import Turn
 from dkv.config import DKVConfig, HeadGroup
 from dkv.kernels.torch.decode import capped, softmax_with_sink
 
@@ -130,9 +131,12 @@ class DKVLayer(CacheLayerMixin):
         attention_name: Callable[[], str],
         groups: Sequence[HeadGroup] | None = None,
         selects: Sequence[bool] | None = None,
+        turn: Turn | None = None,
     ) -> None:
         super().__init__()
         self.state = LayerCache(config, groups, selects)
+        self.turn = Turn() if turn is None else turn  # the cache's
+        self.ends_step = False
         self._attention_name = attention_name  # a function, so that a deep copy still asks the model's own config
         self._pending: tuple[Tensor, Tensor] | None = None
 
@@ -230,15 +234,19 @@ class DKVCache(Cache):
             check_format(config, str(model.dtype).rpartition(".")[2])
         kinds, settings = layer_kinds(model_config)
         groups, selects = _head_groups(config, model_config), _selecting_heads(config, model_config)
+        self._turn = Turn()
         text = model_config.get_text_config(decoder=True)
         super().__init__(
             layers=[
-                DKVLayer(config, lambda: text._attn_implementation, own, selecting)
+                DKVLayer(config, lambda: text._attn_implementation, own, selecting, self._turn)
                 if kind == FULL_ATTENTION
                 else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs)
                 for kind, kwargs, own, selecting in zip(kinds, settings, groups, selects, strict=True)
             ]
         )
+        self._last_layer = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)][-1]
+        if isinstance(self._last_layer, DKVLayer):
+            self._last_layer.ends_step = True
         self.config = config
         # a function: a deep copy keeps the config
         self._heads_of = lambda other: (_head_groups(other, model_config), _selecting_heads(other, model_config))
@@ -249,11 +257,12 @@ class DKVCache(Cache):
         """Go on with other settings; those of the codec may differ only while no block is closed."""
         heads = list(zip(*self._heads_of(config), strict=True))
         pairs = [(layer.state, own) for layer, own in zip(self.layers, heads) if isinstance(layer, DKVLayer)]
-        for state, own in pairs:
-            copy.copy(state).configure(config, *own)  # configure only rebinds: a refusal comes before any change
-        for state, own in pairs:
-            state.configure(config, *own)
-        self.config = config
+        with self._turn.taken():
+            for state, own in pairs:
+                copy.copy(state).configure(config, *own)  # configure only rebinds: a refusal comes before any change
+            for state, own in pairs:
+                state.configure(config, *own)
+            self.config = config
 
     @property
     def dkv_layers(self) -> list[LayerCache]:
@@ -263,20 +272,45 @@ class DKVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As in transformers; refuses a step whose layers have not all seen the same tokens."""
+        """As in transformers; refuses a step whose layers have not all seen the same tokens, or of two threads."""
         layer = self.layers[layer_idx]
-        if isinstance(layer, DKVLayer):
-            own = [other for other in self.layers if isinstance(other, DKVLayer)]
-            if layer is own[0]:
-                in_step = len({other.state.offset for other in own}) == 1 and not any(other.pending for other in own)
-            else:
-                in_step = own[0].state.offset == layer.state.offset + key_states.shape[2]
-            if not in_step:
-                raise RuntimeError(
-                    "the layers of this DKVCache have seen different tokens, as after an interrupted step: "
-                    "reset() it, or go on from a copy made before"
-                )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        own = [other for other in self.layers if isinstance(other, DKVLayer)]
+        begins = not self._turn.mine
+        self._turn.take()
+        with self._turn.goes_on(last=layer is self._last_layer and not isinstance(layer, DKVLayer)):
+            if begins:
+                self._turn.check_told(own[0].state.offset)
+                if layer is not own[0]:  # it changes before a layer that may be full
+                    own[0].state.check_room(key_states)
+            if isinstance(layer, DKVLayer):
+                if layer is own[0]:
+                    in_step = len({one.state.offset for one in own}) == 1 and not any(one.pending for one in own)
+                else:
+                    in_step = own[0].state.offset == layer.state.offset + key_states.shape[2]
+                if not in_step:
+                    raise RuntimeError(
+                        "the layers of this DKVCache have seen different tokens, as after an interrupted step: "
+                        "reset() it, or go on from a copy made before"
+                    )
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._turn.tell(super().get_seq_length(layer_idx))
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if not self._turn.mine:
+            self._turn.check_told(self.get_query_offset(layer_idx))
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DKVCache:
+        with self._turn.taken():
+            twin = copy.copy(self)
+            memo[id(self)] = twin
+            twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+            return twin
 
     @property
     def batch_size(self) -> int:
@@ -284,17 +318,35 @@ class DKVCache(Cache):
 
     def compress(self, window: int | None = None) -> None:
         """Close every full block that leaves at least ``window`` newest tokens exact (default: the config's window)."""
-        for layer in self.dkv_layers:
-            layer.close(self.config.window if window is None else window)
+        with self._turn.taken():
+            for layer in self.dkv_layers:
+                layer.close(self.config.window if window is None else window)
 
     def crop(self, tokens_to_remove: int) -> None:
         """As in transformers; refuses before any layer changes when a layer cannot give back what it would have to."""
-        for layer in self.layers:
-            trial = copy.copy(layer)
-            if isinstance(trial, DKVLayer):
-                trial.state = copy.copy(trial.state)
-            trial.crop(tokens_to_remove)  # crop only rebinds, so the layer itself stays as it is
-        super().crop(tokens_to_remove)
+        with self._turn.taken():
+            for layer in self.layers:
+                trial = copy.copy(layer)
+                if isinstance(trial, DKVLayer):
+                    trial.state = copy.copy(trial.state)
+                trial.crop(tokens_to_remove)  # crop only rebinds, so the layer itself stays as it is
+            super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        with self._turn.taken():
+            super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        with self._turn.taken():
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        with self._turn.taken():
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        with self._turn.taken():
+            super().batch_select_indices(indices)
 
     @property
     def nbytes(self) -> int:
@@ -317,6 +369,11 @@ class DKVCache(Cache):
         return sum(layer.compressed_dense_nbytes for layer in self.dkv_layers)
 
     @property
+    def dropped_tokens(self) -> list[int]:
+        """Tokens of each sequence whose blocks have left for good, by the config's ``when_full``."""
+        return self.dkv_layers[0].dropped_tokens
+
+    @property
     def _other_nbytes(self) -> int:
         others = [layer for layer in self.layers if not isinstance(layer, DKVLayer)]
         held = [part for layer in others for part in (getattr(layer, "keys", None), getattr(layer, "values", None))]
@@ -324,7 +381,8 @@ class DKVCache(Cache):
 
     def save(self, path: str) -> None:
         """Write the cache to a versioned safetensors file with a checksum, through an atomic rename."""
-        save_cache(self, path)
+        with self._turn.taken():
+            save_cache(self, path)
 
     def load(self, path: str, device: str | torch.device = "cpu") -> DKVCache:
         """Fill this cache from a file; layers, shapes, config and dtype must fit. Returns itself.
@@ -334,7 +392,8 @@ class DKVCache(Cache):
         ValueError
             Names the file, and the field that differs or what is wrong with it; nothing was loaded then.
         """
-        load_cache(self, path, device)
+        with self._turn.taken():
+            load_cache(self, path, device)
         return self
 
 
@@ -390,9 +449,10 @@ def attention_forward(
         raise NotImplementedError("a DKVCache is for inference: dropout must be 0")
     if sliding_window is not None:
         raise NotImplementedError("a full-attention layer asked for a sliding window; DKVCache cannot tell which it is")
-    k, v = layer.take()
-    padding = _padding(attention_mask, layer.state, query.shape[2])
-    out = layer.state.attend(query, k, v, padding=padding, sm_scale=scaling, softcap=softcap, sink=s_aux)
+    with layer.turn.goes_on(layer.ends_step):
+        k, v = layer.take()
+        padding = _padding(attention_mask, layer.state, query.shape[2])
+        out = layer.state.attend(query, k, v, padding=padding, sm_scale=scaling, softcap=softcap, sink=s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
