@@ -141,7 +141,7 @@ def table(rows: list[Row]) -> Table:
         outcomes = ", ".join(
             survived + [f"{name} {value:,.3g}" for name, value in row.figures.items() if name != "tokens"]
         )
-        shown.add_row(row.what, row.name, f"{row.counts.total():,}", outcomes, str(len(row.failed)))
+        shown.add_row(row.what, row.name, f"{row.counts.total():,}", ", ".join(survived), str(len(row.failed)))
     return shown
 
 
