@@ -138,9 +138,7 @@ def table(rows: list[Row]) -> Table:
     shown = Table("what", "of", "tried", "survived", "failed", title=f"dkv {dkv.__version__}")
     for row in rows:
         survived = [f"{count:,} {name}" for name, count in sorted(row.counts.items()) if name != "failed"]
-        outcomes = ", ".join(
-            survived + [f"{name} {value:,.3g}" for name, value in row.figures.items() if name != "tokens"]
-        )
+        survived += [f"{name} {value:,.3g}" for name, value in row.figures.items() if name != "tokens"]
         shown.add_row(row.what, row.name, f"{row.counts.total():,}", ", ".join(survived), str(len(row.failed)))
     return shown
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dkv import models
+from dkv._json import write_json
 from dkv.benches import fidelity, needle
 
 ATTENTION = "dkv_kept_rows"
@@ -214,11 +215,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
-    content = json.dumps(rows, indent=2) + "\n"
     if options.json is None:
-        print(content, end="")
+        print(json.dumps(rows, indent=2))
     else:
-        options.json.write_text(content, encoding="utf-8")
+        write_json(options.json, rows)
     return 0
 
 
