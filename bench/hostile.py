@@ -160,7 +160,7 @@ def tried(rng: Random, name: str, call: Callable[..., Any], arguments: dict[str,
     for argument in wrong:
         given[argument] = spoilt(rng, given[argument])
     before = {argument: _bits(value) for argument, value in given.items()}
-    what = ", ".join(f"{argument}={_short(given[argument])}" for argument in wrong)
+    what = ", ".join(f"{argument}={_short(given[argument], arguments[argument])}" for argument in wrong)
     allowed = (*ALLOWED, OSError) if "path" in given else (*ALLOWED, ImportError) if "backend" in wrong else ALLOWED
     outcome = RESULT
     try:
@@ -220,9 +220,11 @@ def _raw(value: Any) -> bytes:
     return np.asarray(value).tobytes() if library_of(value) == "numpy" else view(value).tobytes()
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, given: Any = None) -> str:
+    """In a few words; of blocks the parts that differ from those that were given."""
     if isinstance(value, CompressedBlocks):
-        return "blocks with " + " ".join(f"{name}:{_short(part)}" for name, part in value.parts())
+        parts = [(name, part) for name, part in value.parts() if part is not getattr(given, name)]
+        return "blocks with " + " ".join(f"{name}:{type(part).__module__} {_short(part)}" for name, part in parts)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     return f"{value!r:.60}"

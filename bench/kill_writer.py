@@ -15,6 +15,7 @@ from typing import Any
 from dkv import _paths
 
 WRITERS = ("/_paths.py", "/_files.py", "/_json.py", "/_mlx_files.py", "/files.py", "/contextlib.py", "/profile.py")
+END = 20  # lines of a save, the rename among them: half of the kills
 PATIENCE = 120  # seconds that a save may take
 OLD, NEW = "the old file", "the new file"
 
@@ -37,11 +38,11 @@ def killed(
     rng, counts = Random(seed), Counter[str]()
     save_new(str(path))
     new = load(str(path))
+    lines = _lines(lambda: save_new(str(path)))
     save_old(str(path))
     old = load(str(path))
-    lines = _lines(lambda: save_old(str(path)))
     for _ in range(times):
-        at = rng.randrange(lines)
+        at = rng.randrange(lines) if rng.random() < 0.5 else lines - 1 - rng.randrange(END)
         child = os.fork()
         if child == 0:
             try:

@@ -77,9 +77,9 @@ def _counted(machine: Any, counts: Counter[str]) -> Any:
 
 
 def _counting(function: Callable[..., Any], name: str, counts: Counter[str]) -> Callable[..., Any]:
-    def counted(self: Any, **arguments: Any) -> Any:
+    def counted(*positional: Any, **arguments: Any) -> Any:
         counts[name] += 1
-        return function(self, **arguments)
+        return function(*positional, **arguments)
 
     counted.__name__ = name
     return counted

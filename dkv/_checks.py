@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from dkv._dispatch import library_of
 from dkv.config import DKVConfig
 from dkv.types import BlockFormat, CompressedBlocks
 
+LARGEST_INT = 2**31 - 1
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -70,6 +72,8 @@ def check_positive(name: str, value: Any, optional: bool = True) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
+    if isinstance(value, int) and value > LARGEST_INT:  # not every library takes one
+        raise ValueError(f"{name} must be a float above {LARGEST_INT}, got an int of {value.bit_length()} bits")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a positive finite number, got {value}")
 
@@ -107,22 +111,23 @@ def _misfit(blocks: CompressedBlocks) -> str | None:
         shape = getattr(getattr(blocks, name), "shape", None)
         if shape is None or len(shape) != 4:
             return f"{name} must be an array [B, N, H, channels], got {_described(getattr(blocks, name))}"
-    lead = (blocks.batch_size, blocks.num_blocks)
+    lead, library = (blocks.batch_size, blocks.num_blocks), library_of(blocks.anchor_k)
     layout = _layout(blocks.format, blocks.num_kv_heads, blocks.head_dim, blocks.head_dim_v)
     wanted = {name: ((*lead, *shape), dtypes) for name, (shape, dtypes) in layout.items()}
     if blocks.block_counts is not None:
         wanted["block_counts"] = ((blocks.batch_size,), ("int32", "int64"))
     for name, (shape, dtypes) in wanted.items():
         part = getattr(blocks, name)
-        array = hasattr(part, "shape") and hasattr(part, "dtype")
+        array = hasattr(part, "shape") and hasattr(part, "dtype") and library_of(part) == library
         if not array or tuple(part.shape) != shape or dtype_name(part) not in dtypes:
-            return f"{name} must be {' or '.join(dtypes)} [{', '.join(map(str, shape))}], got {_described(part)}"
+            wanted_here = f"a {library} array of {' or '.join(dtypes)} [{', '.join(map(str, shape))}]"
+            return f"{name} must be {wanted_here}, got {_described(part)}"
     return None
 
 
 def _described(part: Any) -> str:
     if hasattr(part, "shape") and hasattr(part, "dtype"):
-        return f"{dtype_name(part)} {list(part.shape)}"
+        return f"{library_of(part)} {dtype_name(part)} {list(part.shape)}"
     return type(part).__qualname__
 
 

@@ -286,6 +286,30 @@ except OSError as error:
     assert os.listdir(tmp_path) == ["blocks"] and (tmp_path / "blocks").read_bytes() == before
 
 
+def test_mlx_that_cannot_write_leaves_the_old_file(tmp_path, monkeypatch):
+    pytest.importorskip("mlx_lm")
+    from mlx_lm.models import cache as mlx_cache
+
+    from dkv.integrations import mlx_lm
+
+    def full(*arguments):
+        Path(arguments[0]).write_bytes(b"half")
+        raise RuntimeError("[write] Unable to write 4144670 bytes to file.")
+
+    path = tmp_path / "cache.safetensors"
+    mlx_lm.save_prompt_cache(path, [mlx_lm.DKVCache(dkv.DKVConfig())])
+    before = path.read_bytes()
+    monkeypatch.setattr(mlx_cache, "save_prompt_cache", full)
+    with pytest.raises(OSError, match="mlx cannot write .*cache.safetensors: .*Unable to write"):
+        mlx_lm.save_prompt_cache(path, [mlx_lm.DKVCache(dkv.DKVConfig())])
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+    for wrong in ("cache", "cache.bin"):
+        with pytest.raises(ValueError, match="path must end in .safetensors"):
+            mlx_lm.load_prompt_cache(tmp_path / wrong)
+    with pytest.raises(ValueError, match="metadata must leave 'sha256' free"):
+        mlx_lm.save_prompt_cache(path, [], {"sha256": "x"})
+
+
 def test_a_folder_that_takes_no_files_is_said_as_the_system_says_it(tmp_path):
     with pytest.raises(FileNotFoundError):
         blocks().save(str(tmp_path / "none" / "blocks"))
@@ -332,3 +356,37 @@ def test_files_are_safetensors_files(tmp_path):
         safetensors.save_file(got, str(tmp_path / "plain"))
         dkv.CompressedBlocks.load(str(tmp_path / "plain"))
     assert set(_files.NAMES.values()) == set(_files.SHORT)
+
+
+# caches of another model
+
+
+def test_rows_of_another_dtype_are_refused_by_the_file_and_by_the_step(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from dkv.integrations.transformers import DKVCache, attach
+
+    def model(dtype, heads=1):
+        shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": heads, "head_dim": 8}
+        config = transformers.LlamaConfig(**shape, hidden_size=16, intermediate_size=16, vocab_size=8)
+        return attach(transformers.LlamaForCausalLM(config).eval().to(dtype), dkv.DKVConfig(block_size=4, window=4))
+
+    path, ids = str(tmp_path / "cache"), torch.zeros(1, 9, dtype=torch.long)
+    saved, other = DKVCache(model(torch.float32)), model(torch.bfloat16)
+    for layer in saved.layers:
+        layer.state.attend(*(torch.ones(1, heads, 21, 8) for heads in (2, 1, 1)))
+    saved.save(path)
+    for wrong, message in ((other, "rows of torch.float32, the model computes in torch.bfloat16"), (
+        model(torch.float32, 2), r"has \(kv heads, head dim\) \(1, 8\), the model has \(2, 8\)",
+    )):  # fmt: skip
+        cache = DKVCache(wrong)
+        with torch.no_grad():
+            wrong(ids, past_key_values=cache)
+        before = [layer.state.k_rows.clone() for layer in cache.layers]
+        with pytest.raises(ValueError, match=f"{path}: layer 0 of the file .*{message}"):
+            cache.load(path)
+        assert all(torch.equal(layer.state.k_rows, rows) for layer, rows in zip(cache.layers, before, strict=True))
+    unknown = DKVCache(other.config, other._dkv_config).load(path)  # a config alone says no dtype
+    with pytest.raises(TypeError, match="k must have the cache's dtype torch.float32, got torch.bfloat16"):
+        unknown.layers[0].state.attend(*(torch.ones(1, heads, 1, 8, dtype=torch.bfloat16) for heads in (2, 1, 1)))
+    assert unknown.layers[0].state.tokens == [21]

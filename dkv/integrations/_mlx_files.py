@@ -41,9 +41,13 @@ def save_prompt_cache(
     _check_suffix(path)
     if metadata is not None and CHECKSUM in metadata:
         raise ValueError(f"metadata must leave {CHECKSUM!r} free, got {metadata[CHECKSUM]!r:.60}")
+    mx.eval([layer.state for layer in cache])  # a cache that cannot be saved says so itself
     with replaced(path, SUFFIX) as temporary:
-        open(temporary, "xb").close()  # an error of the system is said as one
-        mlx_cache.save_prompt_cache(temporary, list(cache), {**(metadata or {}), CHECKSUM: UNSEALED})
+        open(temporary, "xb").close()
+        try:
+            mlx_cache.save_prompt_cache(temporary, list(cache), {**(metadata or {}), CHECKSUM: UNSEALED})
+        except RuntimeError as error:
+            raise OSError(f"mlx cannot write {check_path(path)}: {error}") from error
         seal(temporary, KEY)
 
 
