@@ -16,7 +16,7 @@ from dkv import _paths
 
 WRITERS = ("/_paths.py", "/_files.py", "/_json.py", "/_mlx_files.py", "/files.py", "/contextlib.py", "/profile.py")
 END = 20  # lines of a save, the rename among them: half of the kills
-PATIENCE = 120  # seconds that a save may take
+PATIENCE = 1200  # seconds that a save may take, on a machine that is busy
 OLD, NEW = "the old file", "the new file"
 
 

@@ -97,6 +97,7 @@ def check_sealed(path: str | os.PathLike[str], what: str, key: str = CHECKSUM) -
         head, size = _head(file)
         entries = read_json(head)
         _layout(entries, size)
+        _check_memory(size)
         _check_digest(entries, _digest(entries, _chunks(file, size), key), key)
         metadata: dict[str, str] = entries["__metadata__"]
         return metadata
