@@ -148,6 +148,16 @@ def test_files_of_another_version_or_kind_and_no_files_of_ours_are_refused(kind,
             refused(kind, other.whole, tmp_path)
 
 
+def test_a_name_that_comes_twice_is_refused_though_the_last_one_is_right(kind, tmp_path):
+    if kind.container:
+        size = int.from_bytes(kind.whole[:8], "little")
+        head = b'{"__metadata__":{},' + kind.whole[9 : 8 + size]
+        data = len(head).to_bytes(8, "little") + head + kind.whole[8 + size :]
+    else:
+        data = kind.whole.replace(b"{", b'{"model": "another",', 1)
+    refused(kind, data, tmp_path)
+
+
 class _Executes:
     def __init__(self, path):
         self.path = path
