@@ -21,7 +21,7 @@ from dkv.integrations.transformers import DKVCache
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench.soak import attended, model_config  # noqa: E402
+from bench.soak import attended, model_config
 
 LAYERS, MOST_POSITIONS, MOST_CACHES, MOST_SEQUENCES = 2, 700, 3, 6
 MODEL = model_config(LAYERS, QUERY_HEADS, HEADS, DIM)
@@ -31,6 +31,7 @@ SPARSE = {"prefill_mass": 1.0, "prefill_block": 16, "prefill_key_block": 8, "pre
 numbers = st.integers(0, 2**20)
 lengths = st.sampled_from([1, 2, 5, 15, 16, 17, 33, 60]) | st.integers(1, 300)
 paddings = st.sampled_from(["none", "left", "right", "holes"])
+cuts = st.integers(1, 8) | st.integers(0, 25) | st.integers(0, 25) | st.integers(0, 700)
 limits = st.sampled_from([(None, "error"), (2, "drop_oldest"), (1, "drop_oldest"), (4, "error")])
 
 
@@ -43,7 +44,7 @@ def configs(draw: st.DrawFn, steps: tuple[int, ...] = (1, 3)) -> DKVConfig:
         format="fp32",
         rank=3,
         top_k=1000,
-        window=draw(st.sampled_from([8, 1, 24])),
+        window=draw(st.sampled_from([24, 40, 8, 1])),
         sink_tokens=draw(st.sampled_from([4, 0, 20])),
         max_blocks=limit,
         when_full=when_full,
@@ -131,12 +132,14 @@ def chunk_of(rng: np.random.Generator, padding: str, batch: int, length: int) ->
 class CacheMachine(RuleBasedStateMachine):
     """Rules pick one of a few caches; every change is followed by a decode step of what it changed."""
 
-    @initialize(config=configs(), seed=numbers)
-    def begin(self, config: DKVConfig, seed: int) -> None:
+    @initialize(config=configs(), seed=numbers, length=st.integers(0, 200), padding=paddings, batch=st.integers(1, 3))
+    def begin(self, config: DKVConfig, seed: int, length: int, padding: str, batch: int) -> None:
         self.config, self.rng = config, np.random.default_rng(seed)
         self.pairs = [Pair(config)]
         self.folder = tempfile.TemporaryDirectory()
         self.saved: Pair | None = None
+        if length:
+            self.append(0, length, padding, batch)
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -164,7 +167,7 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.pair(which).step(self.rng, 1)
 
-    @rule(which=numbers, count=st.integers(0, 30) | st.integers(0, MOST_POSITIONS))
+    @rule(which=numbers, count=cuts)
     def crop(self, which: int, count: int) -> None:
         pair = self.pair(which)
         if count >= pair.offset:
@@ -243,10 +246,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.pairs[place] = self.saved.beside(cache.load(self.path))
         self.after(self.pairs[place])
 
-    @rule(which=numbers)
-    def reset(self, which: int) -> None:
+    @rule(which=numbers, length=lengths, padding=paddings, batch=st.integers(1, 3))
+    def reset(self, which: int, length: int, padding: str, batch: int) -> None:
         self.pair(which).cache.reset()
         self.pair(which).forget()
+        self.append(which, length, padding, batch)
 
     @rule(which=numbers, window=st.integers(0, 30))
     def compress(self, which: int, window: int) -> None:

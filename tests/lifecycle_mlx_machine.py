@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import tempfile
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from lifecycle_dense import DIM, HEADS, QUERY_HEADS, Dense, drawn, exact
-from lifecycle_machine import MOST_CACHES, MOST_SEQUENCES, chunk_of, configs, lengths, numbers
+from lifecycle_machine import MOST_CACHES, MOST_SEQUENCES, chunk_of, configs, cuts, lengths, numbers
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models import llama
@@ -85,15 +86,16 @@ class Pair:
 class MlxCacheMachine(RuleBasedStateMachine):
     """Rules pick one of a few caches; every change is followed by a decode step of what it changed."""
 
-    @initialize(config=configs(steps=(1,)), seed=numbers, batch=st.integers(1, 3))
-    def begin(self, config: DKVConfig, seed: int, batch: int) -> None:
+    @initialize(config=configs(steps=(1,)), seed=numbers, length=st.integers(1, 200), batch=st.integers(1, 3))
+    def begin(self, config: DKVConfig, seed: int, length: int, batch: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.groups = config.head_groups(0, HEADS) if config.splits_heads else None
-        self.config = config.head_groups(0, HEADS)[0].config if config.splits_heads else config
+        self.config = dataclasses.replace(config, tiers=(), profile=None)
         self.pairs: list[Pair] = []
         self.folder = tempfile.TemporaryDirectory()
-        self.fresh(False, batch)
-        self.fresh(True, batch)
+        for batched in (False, True):
+            self.fresh(batched, batch)
+            self.pairs[-1].step(self.rng, length)
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -123,7 +125,7 @@ class MlxCacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.pair(which).step(self.rng, 1)
 
-    @rule(which=numbers, count=st.integers(0, 30) | st.integers(0, MOST_TOKENS))
+    @rule(which=numbers, count=cuts)
     def trim(self, which: int, count: int) -> None:
         pair = self.pair(which)
         lost = [min(count, tokens) for tokens in pair.dense.tokens]

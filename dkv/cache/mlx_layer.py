@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import mlx.core as mx
+import numpy as np
 
 from dkv._checks import check_count
 from dkv._dispatch import op_module
@@ -66,7 +67,7 @@ class LayerCache:
         if config.route_every != 1:
             raise ValueError(f"route_every must be 1 in mlx, where every step selects, got {config.route_every}")
         self.config = config
-        self.groups = None if groups is None else check_groups(groups, config)
+        self.groups = None if groups is None else tuple(map(_stored, check_groups(groups, config)))
         self.selects = None if selects is None else tuple(selects)
         self.reset()
 
@@ -401,6 +402,13 @@ def joined(layers: Sequence[LayerCache]) -> LayerCache:
             for group in range(len(one.stored_groups()))
         )
     return one
+
+
+def _stored(group: HeadGroup) -> HeadGroup:
+    """The group with its weights as mlx computes and saves them, so that a loaded one is equal."""
+    if group.channel_weight is None:
+        return group
+    return group._replace(channel_weight=tuple(tuple(np.float32(row).tolist()) for row in group.channel_weight))
 
 
 def _single(layer: LayerCache, group: int, row: int) -> CompressedBlocks | None:
