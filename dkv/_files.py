@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -75,7 +76,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Any], header: dict[st
         with open(temporary, "xb") as file:
             file.write(len(head).to_bytes(8, "little") + head)
             for name in ordered:
-                file.write(_bytes.view(tensors[name]))
+                file.write(_bytes.view(tensors[name]).data)
         seal(temporary)
 
 
@@ -189,12 +190,12 @@ def _check_memory(size: int) -> None:
         raise ValueError(f"its arrays take {size:,} bytes, this machine has {memory:,}")
 
 
-def _filled(file: BinaryIO, size: int) -> np.ndarray:
+def _filled(file: BufferedReader, size: int) -> np.ndarray:
     try:
         data = np.empty(size, np.uint8)
     except MemoryError as error:
         raise ValueError(f"an array of {size:,} bytes does not fit into memory") from error
-    if file.readinto(memoryview(data)) != size:
+    if file.readinto(data.data) != size:
         raise ValueError("it ends before its last array does")
     return data
 

@@ -60,10 +60,10 @@ def _loaded(cache: Any, tensors: dict[str, Any], header: dict[str, Any], device:
         raise ValueError(f"the file holds {len(layers)} layers, this cache has {len(cache.layers)}")
     by_layer: dict[str, dict[str, Any]] = {str(index): {} for index in range(len(layers))}
     for name, part in tensors.items():
-        index, _, own = name.partition(".")
-        if index not in by_layer:
+        number, _, rest = name.partition(".")
+        if number not in by_layer:
             raise ValueError(f"the file holds {name!r:.60}, which belongs to none of its {len(layers)} layers")
-        by_layer[index][own] = part
+        by_layer[number][rest] = part
     loaded: list[tuple[Any, Any]] = []
     shapes = set()
     for index, (layer, entry) in enumerate(zip(cache.layers, layers, strict=True)):
@@ -164,7 +164,8 @@ def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any
 
 
 def _lengths(config: Any, entry: dict[str, Any], where: str) -> tuple[Any, ...]:
-    offset, tokens, rows, counts, dropped = (entry.get(name) for name in LENGTHS)
+    values: list[Any] = [entry.get(name) for name in LENGTHS]
+    offset, tokens, rows, counts, dropped = values
     if type(offset) is not int:
         raise ValueError(f"{where} has no lengths")
     check_lengths(config, tokens, rows, counts, dropped, where)
