@@ -131,7 +131,11 @@ PARTS: dict[str, Callable[[float, int, Path], list[Row]]] = {
 def run(minutes: float, seed: int, keep: Path, parts: list[str]) -> list[Row]:
     """One row for each kind of what was tried."""
     total = sum(SHARES[name] for name in parts)
-    return [row for name in parts for row in PARTS[name](60 * minutes * SHARES[name] / total, seed, keep)]
+    rows = []
+    for name in parts:
+        with Console(stderr=True).status(name):
+            rows += PARTS[name](60 * minutes * SHARES[name] / total, seed, keep)
+    return rows
 
 
 def table(rows: list[Row]) -> Table:
