@@ -57,9 +57,15 @@ def check_count(name: str, value: Any, low: int = 0, optional: bool = False) -> 
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {value!r:.200}")
     if value < low:
         raise ValueError(f"{name} must be {low} or more, got {value}")
+
+
+def checked_window(window: int | None, rows: int) -> int | None:
+    """A window that is no longer than the rows, which changes nothing and fits every library's ints."""
+    check_count("window", window, 1, optional=True)
+    return None if window is None else min(window, max(1, rows))
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -71,7 +77,7 @@ def check_positive(name: str, value: Any, optional: bool = True) -> None:
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {value!r:.200}")
     if isinstance(value, int) and value > LARGEST_INT:  # not every library takes one
         raise ValueError(f"{name} must be a float above {LARGEST_INT}, got an int of {value.bit_length()} bits")
     if not (math.isfinite(value) and value > 0):
@@ -80,7 +86,7 @@ def check_positive(name: str, value: Any, optional: bool = True) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
+        raise TypeError(f"{name} must be a bool, got {value!r:.200}")
 
 
 def check_config(config: Any, plain: bool = False) -> None:

@@ -88,30 +88,30 @@ class BlockFormat:
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
+                raise TypeError(f"{name} must be an int, got {value!r:.200}")
             if value < low or (high is not None and value > high):
                 allowed = f"{low}..{high}" if high is not None else f"{low} or more"
                 raise ValueError(f"{name} must be {allowed}, got {value}")
         if type(self.factor_bits) is not int or self.factor_bits not in FACTOR_BITS:
-            raise ValueError(f"factor_bits must be one of {FACTOR_BITS}, got {self.factor_bits!r}")
+            raise ValueError(f"factor_bits must be one of {FACTOR_BITS}, got {self.factor_bits!r:.200}")
         self._check_widths()
         if not isinstance(self.minmax, bool):
-            raise TypeError(f"minmax must be a bool, got {self.minmax!r}")
+            raise TypeError(f"minmax must be a bool, got {self.minmax!r:.200}")
         object.__setattr__(self, "num_residuals", min(self.num_residuals, self.block_size - 1))
 
     def _check_widths(self) -> None:
         bits = self.residual_bits
         if not _is_width(bits, 1) and (type(bits) is not int or bits != EXACT_BITS):
-            raise ValueError(f"residual_bits must be 1..{MAX_CODE_BITS} or {EXACT_BITS}, got {bits!r}")
+            raise ValueError(f"residual_bits must be 1..{MAX_CODE_BITS} or {EXACT_BITS}, got {bits!r:.200}")
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) is not None and bits == EXACT_BITS:
-                raise ValueError(f"{name} must be None where rows are exact, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be None where rows are exact, got {getattr(self, name)!r:.200}")
         if self.value_bits is not None and not _is_width(self.value_bits, 0):
-            raise ValueError(f"value_bits must be 0..{MAX_CODE_BITS}, got {self.value_bits!r}")
+            raise ValueError(f"value_bits must be 0..{MAX_CODE_BITS}, got {self.value_bits!r:.200}")
         if self.key_bits is None:
             return
         if not isinstance(self.key_bits, (tuple, list)):
-            raise TypeError(f"key_bits must be a tuple of {EIGHTHS} ints, got {self.key_bits!r}")
+            raise TypeError(f"key_bits must be a tuple of {EIGHTHS} ints, got {self.key_bits!r:.200}")
         widths = tuple(self.key_bits)
         falling = all(a >= b for a, b in zip(widths, widths[1:]))
         if len(widths) != EIGHTHS or not all(_is_width(width, 0) for width in widths) or not falling:

@@ -368,6 +368,25 @@ def test_files_are_safetensors_files(tmp_path):
     assert set(_files.NAMES.values()) == set(_files.SHORT)
 
 
+def test_a_prompt_cache_that_mlx_lm_loaded_outlives_its_file(tmp_path):
+    mx = pytest.importorskip("mlx.core")
+    mlx_cache = pytest.importorskip("mlx_lm.models.cache")
+    from dkv.integrations import mlx_lm
+
+    cache, path = mlx_lm.DKVCache(dkv.DKVConfig()), tmp_path / "cache.safetensors"
+    cache.layer.append(mx.ones((1, 1, 9, 8)), mx.ones((1, 1, 9, 8)))
+    for save, load in (
+        (mlx_cache.save_prompt_cache, mlx_cache.load_prompt_cache),
+        (mlx_lm.save_prompt_cache, mlx_lm.load_prompt_cache),
+        (mlx_lm.save_prompt_cache, mlx_cache.load_prompt_cache),
+    ):
+        save(str(path), [cache])
+        (loaded,) = load(str(path))
+        path.write_bytes(b"")
+        assert mx.array_equal(loaded.state["k_rows"], cache.state["k_rows"])
+        path.unlink()
+
+
 # caches of another model
 
 

@@ -55,6 +55,7 @@ def layer_of(state: Any) -> LayerCache:
         raise ValueError(f"{WHERE} must be a mapping of arrays, got {type(state).__qualname__}")
     if "header" not in state or state["header"].dtype != mx.uint8:
         raise ValueError(f"{WHERE} must have a header of bytes, got {sorted(state)}")
+    mx.eval(state)  # read now: the file that they come from may be another one when they are first used
     try:
         header = json.loads(bytes(np.array(state["header"])))
     except ValueError as error:
