@@ -40,7 +40,7 @@ CONFIG = DKVConfig(
     when_full="drop_oldest",
     prefill_dense_below=0,
 )
-CHUNK, STEPS, INTERVALS = 512, 8, 20  # tokens of a chunk, decode steps after it, comparisons in all
+CHUNK, STEPS, INTERVALS = 1024, 8, 20  # tokens of a chunk, decode steps after it, comparisons in all
 LSE_BOUND = 1e-5
 OUT_BOUND = 1e-5
 OBJECTS = 200  # that Python may hold more of than after the first interval

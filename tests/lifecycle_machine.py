@@ -182,6 +182,14 @@ class CacheMachine(RuleBasedStateMachine):
             pair.real = pair.real[:, : pair.offset - count]
         self.after(pair)
 
+    @rule(which=numbers, beyond=st.integers(0, 2))
+    def crop_to_a_block(self, which: int, beyond: int) -> None:
+        """As many as no block holds, or a few more."""
+        pair = self.pair(which)
+        ends = [pair.real[:, pair.offset - count :].sum(1).tolist() for count in range(1, pair.offset)]
+        if any(pair.dense.held):
+            self.crop(which, sum(map(pair.dense.can_lose, ends)) + beyond)
+
     def select(self, pair: Pair, index: list[int]) -> None:
         if not index:
             return pair.forget()

@@ -136,6 +136,14 @@ class MlxCacheMachine(RuleBasedStateMachine):
             pair.refuses(lambda: pair.cache.trim(count))
         pair.step(self.rng, 1)
 
+    @rule(which=numbers, beyond=st.integers(0, 2))
+    def trim_to_a_block(self, which: int, beyond: int) -> None:
+        """As many as no block holds, or a few more."""
+        dense = self.pair(which).dense
+        ends = [[min(count, own) for own in dense.tokens] for count in range(1, max(dense.tokens))]
+        if any(dense.held):
+            self.trim(which, sum(map(dense.can_lose, ends)) + beyond)
+
     @rule(which=numbers)
     def copy(self, which: int) -> None:
         pair = self.pair(which)

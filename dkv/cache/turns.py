@@ -19,6 +19,7 @@ class Turn:
 
     def __init__(self) -> None:
         self._holder: threading.Thread | None = None
+        self._depth = 0  # of operations that make use of others
         self._told: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
@@ -51,12 +52,15 @@ class Turn:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """The turn is held inside the block alone."""
+        """The turn is held inside the block alone, which may hold others; a step that was interrupted ends with it."""
         self.take()
+        self._depth += 1
         try:
             yield
         finally:
-            self.give_back()
+            self._depth -= 1
+            if not self._depth:
+                self.give_back()
 
     @contextlib.contextmanager
     def goes_on(self, last: bool) -> Iterator[None]:
