@@ -186,8 +186,9 @@ def check_rows(q: Any, k: Any, v: Any) -> None:
     check_float("k", k)
     check_float("v", v)
     check_heads(q, k.shape[1])
-    if q.shape[3] == 0:
-        raise ValueError(f"q must have at least one channel, got shape {tuple(q.shape)}")
+    for name, rows in (("q", q), ("v", v)):
+        if rows.shape[3] == 0:
+            raise ValueError(f"{name} must have at least one channel, got shape {tuple(rows.shape)}")
 
 
 def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float:

@@ -184,12 +184,11 @@ def attend_blocks(
     grouped = torch.nn.functional.pad(q, (0, 0, 0, pad_q)) if pad_q else q
     grouped = grouped.unflatten(2, (query_blocks, prefill_block)).unflatten(1, (heads_kv, group)).transpose(2, 3)
     rows_q = grouped.flatten(3, 4).flatten(0, 2)  # [T, G * P, D], T = B * Hkv * n
-    key_blocks = batch * heads_kv * ((keys + pad_k) // block_size)  # values may have no channels to count them by
     rows_k, rows_v = (
-        (torch.nn.functional.pad(x, (0, 0, 0, pad_k)) if pad_k else x).reshape(key_blocks, block_size, x.shape[-1])
+        (torch.nn.functional.pad(x, (0, 0, 0, pad_k)) if pad_k else x).reshape(-1, block_size, x.shape[-1])
         for x in (k, v)
     )
-    lists = block_indices.flatten(0, 2).long()
+    lists = block_indices.reshape(len(rows_q), -1).long()
     start = (torch.arange(query_blocks, device=q.device) * prefill_block + first).repeat(batch * heads_kv)
     base = torch.arange(batch * heads_kv, device=q.device).repeat_interleave(query_blocks) * -(-keys // block_size)
     out = torch.zeros(*rows_q.shape[:2], dim_v, dtype=wide, device=q.device)
@@ -205,8 +204,7 @@ def attend_blocks(
             chosen = torch.where(used, chosen, chosen[:, :1])  # an unused slot reads a block that is selected
             place = (chosen + base[task, None]).flatten()
             part_k, part_v = (
-                rows.index_select(0, place).view(len(task), chosen.shape[1] * block_size, rows.shape[-1]).to(wide)
-                for rows in (rows_k, rows_v)
+                rows.index_select(0, place).view(len(task), -1, rows.shape[-1]).to(wide) for rows in (rows_k, rows_v)
             )
             seen = None if bool(used.all()) else used.repeat_interleave(block_size, dim=1)[:, None]  # [T, 1, W * S]
             if masked:
@@ -219,9 +217,8 @@ def attend_blocks(
                 state = merge_states([out[task], state[0]], [lse[task], state[1]])
             out[task], lse[task] = state
     blocks = (batch, heads_kv, query_blocks)
-    out = out.unflatten(1, (group, prefill_block)).unflatten(0, blocks).transpose(2, 3)
-    lse = lse.unflatten(1, (group, prefill_block)).unflatten(0, blocks).transpose(2, 3)
-    out, lse = (x.reshape(batch, heads, query_blocks * prefill_block, *x.shape[5:]) for x in (out, lse))
+    out = out.unflatten(1, (group, prefill_block)).unflatten(0, blocks).transpose(2, 3).reshape(batch, heads, -1, dim_v)
+    lse = lse.unflatten(1, (group, prefill_block)).unflatten(0, blocks).transpose(2, 3).reshape(batch, heads, -1)
     return out[:, :, :length], lse[:, :, :length]
 
 
