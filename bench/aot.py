@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import multiprocessing
 import os
 import sys
@@ -31,7 +32,6 @@ from rich.table import Table
 
 from bench.compiled import CONSUMER_SHARED, TARGETS, Specialised, compiled, specialised
 from bench.launches import DECODE_OPS, FITTED, OPS, Geometry, launches
-from dkv._json import write_json
 from dkv.types import BlockFormat
 
 EXACT = BlockFormat(num_residuals=128, factor_bits=16, residual_bits=16)
@@ -285,7 +285,9 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"{name} must be of {', '.join(known)}, got {', '.join(given)}")
     console = Console(stderr=True)
     rows = run(ops, targets, options.quick, options.geometries, options.processes, console)
-    write_json(options.json, rows if options.every else summary(rows), indent=1)
+    with open(options.json, "w", encoding="utf-8") as file:
+        json.dump(rows if options.every else summary(rows), file, indent=1)
+        file.write("\n")
     Console(width=None if sys.stdout.isatty() else 160).print(table(rows, options.consumer))
     failed = [row for row in rows if fails(row)]
     print(f"{len(rows)} compiled, {len(failed)} fail")

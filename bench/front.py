@@ -6,9 +6,9 @@ python bench/front.py --json bench/results/front.json [--model smollm2-135m] [--
 from __future__ import annotations
 
 import argparse
+import json
 
 from dkv import DKVConfig, HeadProfile, HeadTier, models
-from dkv._json import write_json
 from dkv.benches import fidelity
 from dkv.sensitivity import KEY_OPTIONS
 
@@ -66,7 +66,8 @@ def main() -> None:
         variants=variants(profile),
         advance=print,
     )
-    write_json(options.json, rows)
+    with open(options.json, "w", encoding="utf-8") as file:
+        json.dump(rows, file, indent=2)
     for row in rows:
         print(f"{row['name']:56s} {row['ratio'] or 0:6.2f}x  std {row['std_kl']:.4f}  copy {row['copy_kl']:.4f}")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import multiprocessing
 import os
@@ -30,7 +31,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import dkv
 from bench.launches import FITTED, Geometry, launches
 from bench.parity import RESERVE, Clock, Place, parity
-from dkv._json import write_json
 from dkv.config import DKVConfig
 from dkv.types import CompressedBlocks
 
@@ -348,7 +348,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 180)
 
     def save(result: dict[str, Any]) -> None:
-        write_json(options.json, result, indent=1)
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
 
     result = run(place, options.seconds, console, save)
     for each in tables(result):

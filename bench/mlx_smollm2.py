@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +23,6 @@ import mlx.nn as nn
 import mlx_lm
 
 from dkv import DKVConfig, models
-from dkv._json import write_json
 from dkv.benches import mlx_lm as measure
 from dkv.benches import mlx_model, needle
 
@@ -108,7 +108,7 @@ def main() -> None:
             "same_greedy_answer": same,
             "rows": rows,
         }
-        write_json(options.json, value)
+        options.json.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

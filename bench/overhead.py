@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import torch
 import dkv
 from dkv import testing
 from dkv._dispatch import op_module
-from dkv._json import write_json
 from dkv.integrations import torch_ops
 
 
@@ -79,7 +79,8 @@ def main() -> None:
     for row in rows:
         print(f"{row['op']:18s}", *(f"{name} {us:8.1f} us" for name, us in row["us"].items()), sep="  ")
     if options.json:
-        write_json(options.json, rows)
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=2)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from rich.table import Table
 
 from bench.launches import FITTED, Geometry, decode_step, launches
 from bench.traffic import Traffic, traffic
-from dkv._json import write_json
 from dkv.config import EVERY_BLOCK
 from dkv.types import BlockFormat
 
@@ -170,7 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--devices must be of {', '.join(DEVICES)}, got {options.devices}")
     rows = run([int(x) for x in options.contexts.split(",")], [int(x) for x in options.batches.split(",")])
     if options.json:
-        write_json(options.json, rows, indent=1)
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
     console = Console(width=None if sys.stdout.isatty() else 190)
     console.print(table(rows, devices))
     print(

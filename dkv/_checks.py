@@ -42,7 +42,8 @@ def check_float(name: str, array: Any) -> None:
 
 
 def check_real(name: str, array: Any) -> None:
-    if "float" not in dtype_name(array) and "int" not in dtype_name(array):
+    """Any width of floats or integers: what weighs or joins numbers of other dtypes."""
+    if not dtype_name(array).startswith(("float", "bfloat", "int", "uint")):
         raise TypeError(f"{name} must hold real numbers, got {dtype_name(array)}")
 
 
@@ -62,10 +63,10 @@ def check_count(name: str, value: Any, low: int = 0, optional: bool = False) -> 
         raise ValueError(f"{name} must be {low} or more, got {value}")
 
 
-def checked_window(window: int | None, rows: int) -> int | None:
-    """A window that is no longer than the rows, which changes nothing and fits every library's ints."""
+def check_window(window: Any, rows: int) -> int | None:
+    """The window to use: one longer than the rows hides none of them, and kernels count it in 32 bits."""
     check_count("window", window, 1, optional=True)
-    return None if window is None else min(window, max(1, rows))
+    return None if window is None else min(window, max(rows, 1))
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -186,9 +187,9 @@ def check_rows(q: Any, k: Any, v: Any) -> None:
     check_float("k", k)
     check_float("v", v)
     check_heads(q, k.shape[1])
-    for name, rows in (("q", q), ("v", v)):
-        if rows.shape[3] == 0:
-            raise ValueError(f"{name} must have at least one channel, got shape {tuple(rows.shape)}")
+    for name, array in (("q", q), ("v", v)):
+        if array.shape[3] == 0:
+            raise ValueError(f"{name} must have at least one channel, got shape {tuple(array.shape)}")
 
 
 def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float:

@@ -114,7 +114,7 @@ def exact_attention(
     check.check_rows(q, k, v)
     check.check_flag("causal", causal)
     check.check_seq_lens(seq_lens, q.shape[0], k.shape[2])
-    window = check.checked_window(window, k.shape[2])
+    window = check.check_window(window, k.shape[2])
     check.check_choice("lse_base", lse_base, ("e", "2"))
     scale = check.check_logits(q, sm_scale, softcap, sink)
     chosen = resolve(backend, q=q, k=k, v=v, seq_lens=seq_lens, sink=sink)
@@ -178,7 +178,7 @@ def decode_attention(
         check.check_float("k_window", k_window)
         check.check_float("v_window", v_window)
     check.check_seq_lens(seq_lens, q.shape[0], rows)
-    window = check.checked_window(window, rows)
+    window = check.check_window(window, rows)
     scale = check.check_logits(q, sm_scale, softcap, sink)
     arrays = {"q": q, "blocks": blocks.anchor_k, "k_window": k_window, "v_window": v_window}
     arrays |= {"block_indices": block_indices, "seq_lens": seq_lens, "sink": sink}

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from dkv import models
-from dkv._json import write_json
 from dkv.benches import fidelity, needle
 
 ATTENTION = "dkv_kept_rows"
@@ -215,10 +214,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
+    content = json.dumps(rows, indent=2) + "\n"
     if options.json is None:
-        print(json.dumps(rows, indent=2))
+        print(content, end="")
     else:
-        write_json(options.json, rows)
+        options.json.write_text(content, encoding="utf-8")
     return 0
 
 

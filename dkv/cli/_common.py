@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import warnings
@@ -11,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dkv import _json
 from dkv.config import PRESETS, DKVConfig
 from dkv.profile import HeadProfile, shipped_names
 
@@ -139,7 +139,7 @@ def write_json(path: Path | None, value: Any) -> None:
     if path is None:
         return
     try:
-        _json.write_json(path, value)
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}") from error
 
