@@ -49,11 +49,11 @@ class Part(NamedTuple):
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """What is wrong with a file, said with its name."""
+    """What is wrong with a file, said with its name, however much of the file the reason quotes."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise ValueError(f"{name}: {str(error):.1000}") from error
 
 
 # writing

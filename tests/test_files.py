@@ -158,6 +158,19 @@ def test_a_name_that_comes_twice_is_refused_though_the_last_one_is_right(kind, t
     refused(kind, data, tmp_path)
 
 
+def test_an_error_does_not_quote_a_long_file(tmp_path):
+    path = tmp_path / "blocks"
+    blocks().save(str(path))
+    entries, payload = opened(path.read_bytes())
+    header = json.loads(entries["__metadata__"]["dkv"])
+    header["format"]["x" * 5000] = 1
+    entries["__metadata__"]["dkv"] = json.dumps(header)
+    path.write_bytes(closed(entries, payload, "sha256"))
+    with pytest.raises(ValueError, match="blocks: format of the file") as caught:
+        dkv.CompressedBlocks.load(str(path))
+    assert len(str(caught.value)) < 1500
+
+
 class _Executes:
     def __init__(self, path):
         self.path = path
