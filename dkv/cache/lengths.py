@@ -42,8 +42,8 @@ def check_room(
     """Refuse to add ``added`` tokens to each sequence where that would close more blocks than may be held."""
     if config.max_blocks is None or config.when_full != "error":
         return
-    later = [[a + b for a, b in zip(values, added, strict=True)] for values in (tokens, rows)]
-    surplus(config, block_counts, due_blocks(config, *later, config.window)[1])
+    tokens, rows = ([a + b for a, b in zip(values, added, strict=True)] for values in (tokens, rows))
+    surplus(config, block_counts, due_blocks(config, tokens, rows, config.window)[1])
 
 
 def check_crop(

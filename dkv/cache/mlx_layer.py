@@ -408,7 +408,8 @@ def _stored(group: HeadGroup) -> HeadGroup:
     """The group with its weights as mlx computes and saves them, so that a loaded one is equal."""
     if group.channel_weight is None:
         return group
-    return group._replace(channel_weight=tuple(tuple(np.float32(row).tolist()) for row in group.channel_weight))
+    weight = np.array(group.channel_weight, np.float32).tolist()
+    return group._replace(channel_weight=tuple(map(tuple, weight)))
 
 
 def _single(layer: LayerCache, group: int, row: int) -> CompressedBlocks | None:
