@@ -6,9 +6,13 @@ import functools
 import math
 from typing import Any
 
-from dkv.config import DKVConfig
-from dkv.types import BlockFormat, CompressedBlocks, code_bytes
+import numpy as np
 
+from dkv._dispatch import library_of
+from dkv.config import DKVConfig
+from dkv.types import BlockFormat, CompressedBlocks
+
+LARGEST_INT = 2**31 - 1
 DTYPES = ("float16", "bfloat16", "float32")
 LEAST, MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal float32 numbers
 
@@ -38,6 +42,12 @@ def check_float(name: str, array: Any) -> None:
         raise TypeError(f"{name} must be one of {DTYPES}, got {dtype_name(array)}")
 
 
+def check_real(name: str, array: Any) -> None:
+    """Any width of floats or integers: what weighs or joins numbers of other dtypes."""
+    if not dtype_name(array).startswith(("float", "bfloat", "int", "uint")):
+        raise TypeError(f"{name} must hold real numbers, got {dtype_name(array)}")
+
+
 def check_device(**arrays: Any) -> None:
     """Torch arrays of one call sit on one device."""
     devices = {name: str(array.device) for name, array in arrays.items() if hasattr(array, "device")}
@@ -49,14 +59,14 @@ def check_count(name: str, value: Any, low: int = 0, optional: bool = False) -> 
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {value!r:.200}")
     if value < low:
         raise ValueError(f"{name} must be {low} or more, got {value}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r:.200}")
 
 
 def check_window(window: Any, rows: int) -> int | None:
@@ -69,14 +79,16 @@ def check_positive(name: str, value: Any, optional: bool = True) -> None:
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {value!r:.200}")
+    if isinstance(value, int) and value > LARGEST_INT:  # not every library takes one
+        raise ValueError(f"{name} must be a float above {LARGEST_INT}, got an int of {value.bit_length()} bits")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a positive finite number, got {value}")
 
 
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
+        raise TypeError(f"{name} must be a bool, got {value!r:.200}")
 
 
 def check_config(config: Any, plain: bool = False) -> None:
@@ -93,19 +105,50 @@ def check_config(config: Any, plain: bool = False) -> None:
 def check_blocks(blocks: Any) -> None:
     if not isinstance(blocks, CompressedBlocks):
         raise TypeError(f"blocks must be CompressedBlocks, got {type(blocks).__qualname__}")
-    fmt = blocks.format
-    wanted = (fmt.block_size, fmt.num_residuals, *_row_widths(fmt, blocks.head_dim, blocks.head_dim_v))
-    k, v = blocks.residual_k.shape, blocks.residual_v.shape
-    given = (blocks.u.shape[2], k[3], k[4], v[4])
-    if given != wanted:  # kernels that walk memory by the format would leave the parts
-        raise ValueError(f"blocks must fit their format: {wanted} tokens, kept rows and widths of rows, got {given}")
+    if "_fits" in vars(blocks):
+        return
+    wrong = _misfit(blocks)
+    if wrong is not None:  # kernels that walk memory by the format would leave the parts
+        raise ValueError(f"blocks must fit their format: {wrong}")
+    object.__setattr__(blocks, "_fits", True)  # the same object is given at every step
+
+
+def _misfit(blocks: CompressedBlocks) -> str | None:
+    """What does not fit of the parts' shapes and kinds of numbers."""
+    for name in ("anchor_k", "anchor_v"):
+        shape = getattr(getattr(blocks, name), "shape", None)
+        if shape is None or len(shape) != 4:
+            return f"{name} must be an array [B, N, H, channels], got {_described(getattr(blocks, name))}"
+    lead, library = (blocks.batch_size, blocks.num_blocks), library_of(blocks.anchor_k)
+    layout = _layout(blocks.format, blocks.num_kv_heads, blocks.head_dim, blocks.head_dim_v)
+    wanted = {name: ((*lead, *shape), dtypes) for name, (shape, dtypes) in layout.items()}
+    if blocks.block_counts is not None:
+        wanted["block_counts"] = ((blocks.batch_size,), ("int32", "int64"))
+    for name, (shape, dtypes) in wanted.items():
+        part = getattr(blocks, name)
+        array = hasattr(part, "shape") and hasattr(part, "dtype") and library_of(part) == library
+        if not array or tuple(part.shape) != shape or dtype_name(part) not in dtypes:
+            wanted_here = f"a {library} array of {' or '.join(dtypes)} [{', '.join(map(str, shape))}]"
+            return f"{name} must be {wanted_here}, got {_described(part)}"
+    return None
+
+
+def _described(part: Any) -> str:
+    if hasattr(part, "shape") and hasattr(part, "dtype"):
+        return f"{library_of(part)} {dtype_name(part)} {list(part.shape)}"
+    return type(part).__qualname__
 
 
 @functools.lru_cache(maxsize=256)
-def _row_widths(fmt: BlockFormat, dim: int, dim_v: int) -> tuple[int, int]:
-    if fmt.exact_rows:
-        return dim, dim_v
-    return code_bytes(fmt.key_segments(dim)), code_bytes(fmt.value_segments(dim_v))
+def _layout(fmt: BlockFormat, heads: int, dim: int, dim_v: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Shape of every part of a block, and its dtypes: any of ours for one that holds floats."""
+    from dkv.reference.storage import block_layout
+
+    layout = block_layout(fmt, heads, dim, dim_v, "float32", "float32")
+    return {
+        name: (shape, (np.dtype(dtype).name,) if np.dtype(dtype).kind in "iu" else DTYPES)
+        for name, (shape, dtype) in layout.items()
+    }
 
 
 def check_heads(q: Any, num_kv_heads: int) -> None:
@@ -164,6 +207,7 @@ def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float
             )
     if sink is not None:
         check_array("sink", sink, "Hq", Hq=q.shape[1])
+        check_real("sink", sink)
     return float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)
 
 

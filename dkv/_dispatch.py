@@ -103,6 +103,11 @@ def available_backends() -> dict[str, str | None]:
     return {name: unavailable_reason(name) for name in BACKENDS}
 
 
+def check_backend(backend: str | None) -> None:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
+        raise ValueError(f"backend must be one of {tuple(BACKENDS)} or None, got {backend!r:.200}")
+
+
 def resolve(backend: str | None, **arrays: Any) -> str:
     """The backend to use for these arguments (None values are ignored).
 
@@ -115,8 +120,7 @@ def resolve(backend: str | None, **arrays: Any) -> str:
     ImportError
         When the named backend cannot run here; the message holds the reason.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {tuple(BACKENDS)} or None, got {backend!r}")
+    check_backend(backend)
     if backend is not None:
         _check_available(backend)
     given = {name: library_of(array) for name, array in arrays.items() if array is not None}

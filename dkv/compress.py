@@ -72,10 +72,12 @@ def compress_blocks(
     _refuse_blocks(~_finite_blocks(k, size) | ~_finite_blocks(v, size), "NaN or infinity")
     if token_weight is not None:
         check.check_array("token_weight", token_weight, "B N", B=k.shape[0], N=k.shape[2])
+        check.check_real("token_weight", token_weight)
         if not bool(((token_weight >= 0) & (token_weight < float("inf"))).all()):
             raise ValueError("token_weight must be finite and not negative")
     if channel_weight is not None:
         check.check_array("channel_weight", channel_weight, "Hkv D", Hkv=k.shape[1], D=k.shape[3])
+        check.check_real("channel_weight", channel_weight)
         if not bool(((channel_weight >= 0) & (channel_weight < float("inf"))).all()):
             raise ValueError("channel_weight must be finite and not negative")
     compress = op_module(chosen, "compress").compress_blocks

@@ -46,11 +46,11 @@ class HeadTier:
 
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, (int, float)):
-            raise TypeError(f"share of a tier must be a number, got {self.share!r}")
+            raise TypeError(f"share of a tier must be a number, got {self.share!r:.200}")
         if not 0 <= self.share <= 1:
             raise ValueError(f"share of a tier must be 0..1, got {self.share}")
         if not isinstance(self.routed, bool):
-            raise TypeError(f"routed of a tier must be a bool, got {self.routed!r}")
+            raise TypeError(f"routed of a tier must be a bool, got {self.routed!r:.200}")
         if isinstance(self.key_bits, list):  # as JSON has it
             object.__setattr__(self, "key_bits", tuple(self.key_bits))
 
@@ -227,8 +227,8 @@ class DKVConfig:
         self._check_int("prefill_tail", 0)
         named = (("keep", KEEPS), ("format", FORMATS), ("router", ROUTERS), ("share", SHARES), ("when_full", WHEN_FULL))
         for name, choices in named:
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r:.200}")
         object.__setattr__(self, "key_bits", self.block_format.key_bits)  # checks the widths; a list became a tuple
         if self.profile is not None and not isinstance(self.profile, HeadProfile):
             raise TypeError(f"profile must be a HeadProfile, got {type(self.profile).__qualname__}")
@@ -248,7 +248,7 @@ class DKVConfig:
         if value is None and type(self).__dataclass_fields__[name].default is None:
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number, got {value!r}")
+            raise TypeError(f"{name} must be a number, got {value!r:.200}")
         if not low <= value <= high:  # NaN is not
             raise ValueError(f"{name} must be {low}..{high}, got {value}")
 
@@ -282,7 +282,7 @@ class DKVConfig:
         if optional and value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
+            raise TypeError(f"{name} must be an int, got {value!r:.200}")
         if value < low or (high is not None and value > high):
             allowed = f"{low}..{high}" if high is not None else f"{low} or more"
             raise ValueError(f"{name} must be {allowed}, got {value}")
@@ -441,7 +441,7 @@ class DKVConfig:
         **overrides
             Fields that differ from the preset.
         """
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r:.60}; there are: {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], "profile": profile, **overrides})
 

@@ -24,7 +24,7 @@ def merge_states(states: Sequence[AttentionState], *, backend: str | None = None
     AttentionState
         New arrays; empty where every part is empty.
     """
-    if isinstance(states, AttentionState) or not isinstance(states, Iterable):
+    if isinstance(states, AttentionState) or hasattr(states, "dtype") or not isinstance(states, Iterable):
         raise TypeError(f"states must be a sequence of AttentionState, got {type(states).__qualname__}")
     states = list(states)
     for index, state in enumerate(states):

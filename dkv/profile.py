@@ -13,7 +13,8 @@ from typing import Any
 from dkv.types import BlockFormat
 
 FORMAT = "dkv-profile"
-VERSION = 1
+VERSION = 2
+CHECKSUM = "sha256"  # of everything else in the file
 MAX_BYTES = 16 << 20  # of a file; a number takes about 10
 NESTED = ("key_options", "value_options", "key_loss", "value_loss", "drop_loss", "channel_weight")
 SHAPE = {"num_layers": 4096, "num_kv_heads": 4096, "head_dim": 65536}  # and the largest that is believed
@@ -111,13 +112,15 @@ class HeadProfile:
         keys, values = _sequence(self.key_options), _sequence(self.value_options)
         if not keys or not values:
             raise ValueError("key_options and value_options of a profile must be lists of widths, at least one of each")
+        name = "key_options"
         try:
             keys = [BlockFormat(key_bits=tuple(option)).key_bits for option in keys]
-            if None in values:
+            name = "value_options"
+            if any(value is None for value in values):
                 raise TypeError("widths must be numbers, got None")
             values = [BlockFormat(value_bits=option).value_bits for option in values]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"options of a profile: {error}") from error
+            raise ValueError(f"{name} of a profile: {error}") from error
         object.__setattr__(self, "key_options", tuple(keys))
         object.__setattr__(self, "value_options", tuple(values))
 
@@ -180,10 +183,12 @@ class HeadProfile:
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a versioned JSON file through a temporary file and an atomic rename."""
-        from dkv._files import replaced
+        """Write a versioned JSON file with a checksum, through a temporary file and an atomic rename."""
+        from dkv._json import digest
+        from dkv._paths import replaced
 
-        text = _readable({"format": FORMAT, "version": VERSION, **self.to_dict()})
+        values = {"format": FORMAT, "version": VERSION, **self.to_dict()}
+        text = _readable({**values, CHECKSUM: digest(values)})
         with replaced(path) as temporary, open(temporary, "x", encoding="utf-8") as file:
             file.write(text + "\n")
 
@@ -196,28 +201,35 @@ class HeadProfile:
         FileNotFoundError
             When there is no such file.
         ValueError
-            When the file is no whole profile, is of another version, or a field of it is wrong; it is named.
+            When the file is no whole profile as it was saved, is of another version, or a field of it is wrong; it is
+            named.
         """
-        name = os.fspath(path)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"no such profile: {name}")
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        from dkv._paths import readable
+
+        name = readable(path)
+        with open(name, "rb") as file:
+            data = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
         return cls._parsed(data, name)
 
     @classmethod
     def _parsed(cls, data: bytes, name: str) -> HeadProfile:
         if len(data) > MAX_BYTES:
             raise ValueError(f"{name} is larger than a profile can be ({MAX_BYTES:,} bytes)")
+        from dkv._json import digest, read_json
+
         try:
-            values = json.loads(data)
-        except (ValueError, RecursionError) as error:  # also of bytes that are no text
+            values = read_json(data)
+            claimed = values.pop(CHECKSUM, None)
+            found = digest(values)
+        except ValueError as error:  # also of bytes that are no text
             raise ValueError(f"{name} is not a whole profile: {error}") from error
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
+        if values.get("format") != FORMAT:
             raise ValueError(f"format of {name} must be {FORMAT!r}: it is no profile")
         version = values.get("version")
         if type(version) is not int or version != VERSION:
             raise ValueError(f"version of {name} is {version!r:.60}, this dkv reads {VERSION}")
+        if claimed != found:
+            raise ValueError(f"{CHECKSUM} of {name} is not that of its fields: it was damaged or changed by hand")
         try:
             return cls.from_dict({key: value for key, value in values.items() if key not in ("format", "version")})
         except ValueError as error:

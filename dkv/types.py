@@ -91,30 +91,30 @@ class BlockFormat:
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
+                raise TypeError(f"{name} must be an int, got {value!r:.200}")
             if value < low or (high is not None and value > high):
                 allowed = f"{low}..{high}" if high is not None else f"{low} or more"
                 raise ValueError(f"{name} must be {allowed}, got {value}")
-        if self.factor_bits not in FACTOR_BITS:
-            raise ValueError(f"factor_bits must be one of {FACTOR_BITS}, got {self.factor_bits!r}")
+        if type(self.factor_bits) is not int or self.factor_bits not in FACTOR_BITS:
+            raise ValueError(f"factor_bits must be one of {FACTOR_BITS}, got {self.factor_bits!r:.200}")
         self._check_widths()
         if not isinstance(self.minmax, bool):
-            raise TypeError(f"minmax must be a bool, got {self.minmax!r}")
+            raise TypeError(f"minmax must be a bool, got {self.minmax!r:.200}")
         object.__setattr__(self, "num_residuals", min(self.num_residuals, self.block_size - 1))
 
     def _check_widths(self) -> None:
         bits = self.residual_bits
-        if not _is_width(bits, 1) and bits != EXACT_BITS:
-            raise ValueError(f"residual_bits must be 1..{MAX_CODE_BITS} or {EXACT_BITS}, got {bits!r}")
+        if not _is_width(bits, 1) and (type(bits) is not int or bits != EXACT_BITS):
+            raise ValueError(f"residual_bits must be 1..{MAX_CODE_BITS} or {EXACT_BITS}, got {bits!r:.200}")
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) is not None and bits == EXACT_BITS:
-                raise ValueError(f"{name} must be None where rows are exact, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be None where rows are exact, got {getattr(self, name)!r:.200}")
         if self.value_bits is not None and not _is_width(self.value_bits, 0):
-            raise ValueError(f"value_bits must be 0..{MAX_CODE_BITS}, got {self.value_bits!r}")
+            raise ValueError(f"value_bits must be 0..{MAX_CODE_BITS}, got {self.value_bits!r:.200}")
         if self.key_bits is None:
             return
         if not isinstance(self.key_bits, (tuple, list)):
-            raise TypeError(f"key_bits must be a tuple of {EIGHTHS} ints, got {self.key_bits!r}")
+            raise TypeError(f"key_bits must be a tuple of {EIGHTHS} ints, got {self.key_bits!r:.200}")
         widths = tuple(self.key_bits)
         falling = all(a >= b for a, b in zip(widths, widths[1:]))
         if len(widths) != EIGHTHS or not all(_is_width(width, 0) for width in widths) or not falling:
@@ -299,7 +299,13 @@ class CompressedBlocks:
         return rows * (int(self.anchor_k.nbytes) + int(self.anchor_v.nbytes))
 
     def save(self, path: str) -> None:
-        """Write a versioned safetensors file through a temporary file and an atomic rename."""
+        """Write a versioned safetensors file with a checksum, through a temporary file and an atomic rename.
+
+        Raises
+        ------
+        OSError
+            As the system says; what was there is as before then.
+        """
         from dkv import _files
 
         _files.save_blocks(self, path)
@@ -311,7 +317,8 @@ class CompressedBlocks:
         Raises
         ------
         ValueError
-            When the file is not a dkv file, is of another version, or its arrays do not fit its format.
+            When the file is not a whole dkv file as it was saved, is of another version, or its arrays do not fit its
+            format. The message names the file.
         """
         from dkv import _files
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dkv import HeadProfile
+from dkv import HeadProfile, _files
 
 KEY_OPTIONS = ((8, 8, 7, 6, 5, 5, 5, 4), (6, 5, 4, 4, 3, 2, 2, 2), (4, 3, 2, 2, 2, 1, 1, 1), (3, 2, 1, 1, 1, 0, 0, 0))
 VALUE_OPTIONS = (6, 4, 2, 1)
@@ -64,12 +64,14 @@ def profile_of(scores: Any, head_dim: int = 8, model: str = "tiny", seed: int = 
 
 
 def rewritten(path, change):
-    """The file with its header changed by ``change(metadata, entries)``."""
+    """The file with its header changed by ``change(metadata, entries)``, and sealed again."""
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     entries = json.loads(data[8 : 8 + size])
     meta = json.loads(entries["__metadata__"]["dkv"])
     change(meta, entries)
     entries["__metadata__"]["dkv"] = json.dumps(meta)
+    entries["__metadata__"]["sha256"] = _files.UNSEALED
     header = json.dumps(entries).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
+    _files.seal(str(path))

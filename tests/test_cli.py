@@ -74,7 +74,7 @@ def drawn(folder):
             ["generate", "--prompt", "a", "--preset", "nope"],
             "unknown preset 'nope'; there are: default, quality, balanced, small, paper",
         ),
-        (["generate", "--prompt", "a", "--profile", "nope"], "no such profile: nope; those that ship are:"),
+        (["generate", "--prompt", "a", "--profile", "nope"], "no such file: nope; those that ship are:"),
         (["generate", "--prompt", "a", "--profile", __file__], "test_cli.py is not a whole profile"),
         (["recall", "--profile", "smollm2-135m"], "--profile needs --preset"),
         (["recall", "--preset", "nope"], "unknown preset 'nope'"),

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dkv._files import read, write
+from dkv._files import named, read, write
+from dkv._paths import check_path
 from dkv.cache.layer import LayerCache
 from dkv.cache.loading import check_lengths, fitting_blocks
 
@@ -29,39 +30,14 @@ def save_cache(cache: Any, path: str | os.PathLike[str]) -> None:
             held = state.tensors()
             stored = max(state.rows, default=0)
             held.update({name: held[name][:, :, :stored] for name in ("k_rows", "v_rows") if name in held})
-        tensors.update({f"{index}.{name}": tensor.contiguous().clone() for name, tensor in held.items()})
-    write(path, tensors, {"kind": "cache", "config": cache.config.to_dict(), "layers": layers}, "torch")
+        tensors.update({f"{index}.{name}": tensor for name, tensor in held.items()})
+    write(path, tensors, {"kind": "cache", "config": cache.config.to_dict(), "layers": layers})
 
 
 def load_cache(cache: Any, path: str | os.PathLike[str], device: Any) -> None:
     tensors, header = read(path, "cache", "torch")
-    _check_config(header.get("config"), json.loads(json.dumps(cache.config.to_dict())))  # a tuple is a list there
-    layers = header.get("layers")
-    if not isinstance(layers, list) or not all(isinstance(entry, dict) for entry in layers):
-        raise ValueError(f"layers of the file must be a list of mappings, got {layers!r:.60}")
-    if len(layers) != len(cache.layers):
-        raise ValueError(f"the file holds {len(layers)} layers, this cache has {len(cache.layers)}")
-    loaded: list[tuple[Any, Any]] = []
-    shapes = set()
-    for index, (layer, entry) in enumerate(zip(cache.layers, layers, strict=True)):
-        where = f"layer {index} of the file"
-        own = "DKVLayer" if hasattr(layer, "state") else type(layer).__name__
-        if entry.get("kind") != own:
-            raise ValueError(f"{where} is a {entry.get('kind')!r}, this cache has a {own!r}")
-        prefix = f"{index}."
-        parts = {name[len(prefix) :]: t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
-        if own == "DKVLayer":
-            state = _state(cache.config, layer.state.groups, entry, parts, where)
-            loaded.append((layer, state))
-            shapes.add((state.offset, state.batch_size))
-        else:
-            loaded.append((layer, (parts, _seen(layer, entry, parts, where))))
-            if parts:
-                shapes.add((entry["seen"], parts["keys"].shape[0]))
-        for name in ("k_rows", "v_rows", "keys", "values"):
-            _check_heads(parts.get(name), cache.kv_shape, where)
-    if len(shapes) > 1:
-        raise ValueError(f"layers of the file must hold the same (tokens, batch size), got {sorted(shapes)}")
+    with named(check_path(path)):
+        loaded = _loaded(cache, tensors, header, device)
     for layer, content in loaded:
         layer.reset()
         if isinstance(content, LayerCache):
@@ -74,6 +50,43 @@ def load_cache(cache: Any, path: str | os.PathLike[str], device: Any) -> None:
                 layer.cumulative_length = seen
 
 
+def _loaded(cache: Any, tensors: dict[str, Any], header: dict[str, Any], device: Any) -> list[tuple[Any, Any]]:
+    """Every layer of the cache, and what the file holds of it."""
+    _check_config(header.get("config"), json.loads(json.dumps(cache.config.to_dict())))  # a tuple is a list there
+    layers = header.get("layers")
+    if not isinstance(layers, list) or not all(isinstance(entry, dict) for entry in layers):
+        raise ValueError(f"layers of the file must be a list of mappings, got {layers!r:.60}")
+    if len(layers) != len(cache.layers):
+        raise ValueError(f"the file holds {len(layers)} layers, this cache has {len(cache.layers)}")
+    by_layer: dict[str, dict[str, Any]] = {str(index): {} for index in range(len(layers))}
+    for name, part in tensors.items():
+        number, _, rest = name.partition(".")
+        if number not in by_layer:
+            raise ValueError(f"the file holds {name!r:.60}, which belongs to none of its {len(layers)} layers")
+        by_layer[number][rest] = part
+    loaded: list[tuple[Any, Any]] = []
+    shapes = set()
+    for index, (layer, entry) in enumerate(zip(cache.layers, layers, strict=True)):
+        where = f"layer {index} of the file"
+        own = "DKVLayer" if hasattr(layer, "state") else type(layer).__name__
+        if entry.get("kind") != own:
+            raise ValueError(f"{where} is a {entry.get('kind')!r}, this cache has a {own!r}")
+        parts = {name: part.to(device) for name, part in by_layer[str(index)].items()}
+        if own == "DKVLayer":
+            state = _state(cache.config, layer.state.groups, entry, parts, where)
+            loaded.append((layer, state))
+            shapes.add((state.offset, state.batch_size))
+        else:
+            loaded.append((layer, (parts, _seen(layer, entry, parts, where))))
+            if parts:
+                shapes.add((entry["seen"], parts["keys"].shape[0]))
+        for name in ("k_rows", "v_rows", "keys", "values"):
+            _check_rows(parts.get(name), cache.kv_shape, cache.kv_dtype, where)
+    if len(shapes) > 1:
+        raise ValueError(f"layers of the file must hold the same (tokens, batch size), got {sorted(shapes)}")
+    return loaded
+
+
 def _check_config(saved: Any, own: dict[str, Any]) -> None:
     if not isinstance(saved, dict):
         raise ValueError(f"config of the file is {saved!r:.60}, not a mapping")
@@ -84,10 +97,14 @@ def _check_config(saved: Any, own: dict[str, Any]) -> None:
             raise ValueError(f"{name} of the file is {saved.get(name)!r:.200}, this cache has {own.get(name)!r:.200}")
 
 
-def _check_heads(rows: Any, expected: tuple[int, int], where: str) -> None:
-    if rows is not None and (rows.shape[1], rows.shape[3]) != expected:
+def _check_rows(rows: Any, expected: tuple[int, int], dtype: Any, where: str) -> None:
+    if rows is None:
+        return
+    if (rows.shape[1], rows.shape[3]) != expected:
         got = (rows.shape[1], rows.shape[3])
         raise ValueError(f"{where} has (kv heads, head dim) {got}, the model has {expected}")
+    if dtype is not None and rows.dtype != dtype:
+        raise ValueError(f"{where} has rows of {rows.dtype}, the model computes in {dtype}")
 
 
 def _seen(layer: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) -> int:
@@ -131,16 +148,16 @@ def _state(config: Any, groups: Any, entry: dict[str, Any], parts: dict[str, Any
         raise ValueError(f"{where} counts {tokens} tokens in {offset} positions, its padding says {real_tokens}")
     state.offset, state.tokens, state.rows, state.block_counts, state.dropped = offset, tokens, rows, counts, dropped
     state.k_rows, state.v_rows, state.real = k_rows, v_rows, real
-    named: dict[str, dict[str, Any]] = {}
+    by_group: dict[str, dict[str, Any]] = {}
     for name, part in parts.items():
-        if name.startswith("groups."):
-            _, index, part_name = name.split(".", 2)
-            named.setdefault(index, {})[part_name] = part
+        if name not in ("k_rows", "v_rows", "real"):
+            what, index, part_name = (*name.split(".", 2), "", "")[:3]
+            by_group.setdefault(index if what == "groups" else name, {})[part_name] = part
     wanted = [str(index) for index in range(len(state.stored_groups()))] if any(counts) else []
-    if sorted(named) != sorted(wanted):
-        raise ValueError(f"{where} has blocks of the groups {sorted(named)}, its lengths ask for {wanted}")
+    if sorted(by_group) != sorted(wanted):
+        raise ValueError(f"{where} has blocks of the groups {sorted(by_group)!s:.200}, its lengths ask for {wanted}")
     state.blocks = tuple(
-        fitting_blocks(group, named[index], k_rows, counts, where)
+        fitting_blocks(group, by_group[index], (k_rows, v_rows), counts, where)
         for index, group in zip(wanted, state.stored_groups(), strict=False)
     )
     return state

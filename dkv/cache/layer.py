@@ -385,6 +385,9 @@ class LayerCache:
             raise ValueError(f"k must have the cache's batch size {self.batch_size}, got {batch}")
         if self.groups is not None and sum(len(group.heads) for group in self.groups) != k.shape[1]:
             raise ValueError(f"k must have the kv heads of {[list(g.heads) for g in self.groups]}, got {k.shape[1]}")
+        for name, held, new in (("k", self.k_rows, k), ("v", self.v_rows, v)):
+            if held is not None and held.dtype != new.dtype:
+                raise TypeError(f"{name} must have the cache's dtype {held.dtype}, got {new.dtype}")
         if padding is not None:
             padding = None if bool(padding.all()) else padding.expand(batch, -1)
         self.check_room(k, padding)

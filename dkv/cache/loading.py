@@ -32,14 +32,14 @@ def _held_within(config: DKVConfig, count: int, gone: int) -> bool:
 
 
 def fitting_blocks(
-    group: HeadGroup, parts: dict[str, Any], k_rows: Any, block_counts: list[int], where: str
+    group: HeadGroup, parts: dict[str, Any], rows: tuple[Any, Any], block_counts: list[int], where: str
 ) -> CompressedBlocks:
-    """A group's blocks from their named parts, beside the exact rows and lengths that were saved with them."""
+    """A group's blocks from their named parts, beside the exact rows (K, V) and lengths that were saved with them."""
     assert group.config is not None
     blocks = build_blocks(dataclasses.asdict(group.config.block_format), parts)
-    got = (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks, blocks.head_dim)
-    wanted = (len(block_counts), len(group.heads), max(block_counts), k_rows.shape[3])
-    if got != wanted or blocks.anchor_k.dtype != k_rows.dtype:
+    got = (blocks.batch_size, blocks.num_kv_heads, blocks.num_blocks, blocks.head_dim, blocks.head_dim_v)
+    wanted = (len(block_counts), len(group.heads), max(block_counts), *(part.shape[3] for part in rows))
+    if got != wanted or blocks.anchor_k.dtype != rows[0].dtype:
         raise ValueError(f"{where}: blocks do not fit its rows")
     held = [blocks.num_blocks] * len(block_counts) if blocks.block_counts is None else blocks.block_counts.tolist()
     if held != block_counts:

@@ -55,6 +55,7 @@ def layer_of(state: Any) -> LayerCache:
         raise ValueError(f"{WHERE} must be a mapping of arrays, got {type(state).__qualname__}")
     if "header" not in state or state["header"].dtype != mx.uint8:
         raise ValueError(f"{WHERE} must have a header of bytes, got {sorted(state)}")
+    mx.eval(state)  # read now: the file that they come from may be another one when they are first used
     try:
         header = json.loads(bytes(np.array(state["header"])))
     except ValueError as error:
@@ -87,8 +88,9 @@ def layer_of(state: Any) -> LayerCache:
     named = [_taken(parts, f"blocks{index}_") for index in range(len(groups))]
     if parts:
         raise ValueError(f"{WHERE} holds {sorted(parts)}, which its lengths do not ask for")
+    held = (layer.k_rows, layer.v_rows)
     layer.blocks = tuple(
-        fitting_blocks(group, own, layer.k_rows, counts, WHERE) for group, own in zip(groups, named, strict=True)
+        fitting_blocks(group, own, held, counts, WHERE) for group, own in zip(groups, named, strict=True)
     )
     return layer
 

@@ -20,6 +20,7 @@ from dkv._checks import check_count, check_format, dtype_name
 from dkv.cache.mlx_layer import LayerCache, Spans, joined
 from dkv.config import DKVConfig, HeadGroup
 from dkv.integrations import _mlx_hook as hook
+from dkv.integrations._mlx_files import load_prompt_cache, save_prompt_cache
 from dkv.integrations._mlx_state import layer_of, state_of
 
 PROBE_TOKENS = 2
@@ -397,4 +398,4 @@ def _probed(model: nn.Module) -> list[mx.array | None]:
     return [cache.layer.k_rows if isinstance(cache, DKVCache) else None for cache in caches]
 
 
-__all__ = ["BatchDKVCache", "DKVCache", "attach", "make_prompt_cache"]
+__all__ = ["BatchDKVCache", "DKVCache", "attach", "load_prompt_cache", "make_prompt_cache", "save_prompt_cache"]

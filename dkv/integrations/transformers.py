@@ -251,6 +251,7 @@ class DKVCache(Cache):
         # a function: a deep copy keeps the config
         self._heads_of = lambda other: (_head_groups(other, model_config), _selecting_heads(other, model_config))
         self.kv_shape = model_shape(model_config)[1:]  # what a loaded file must hold
+        self.kv_dtype = model.dtype if isinstance(model, PreTrainedModel) else None
 
     def configure(self, config: DKVConfig) -> None:
         """Go on with other settings; those of the codec may differ only while no block is closed."""
@@ -379,17 +380,17 @@ class DKVCache(Cache):
         return sum(part.nbytes for part in held if part is not None)
 
     def save(self, path: str) -> None:
-        """Write the cache to a versioned safetensors file, through a temporary file and an atomic rename."""
+        """Write the cache to a versioned safetensors file with a checksum, through an atomic rename."""
         with self._turn.taken():
             save_cache(self, path)
 
     def load(self, path: str, device: str | torch.device = "cpu") -> DKVCache:
-        """Fill this cache from a file; layers, shapes and config must be this cache's. Returns itself.
+        """Fill this cache from a file; layers, shapes, config and dtype must fit. Returns itself.
 
         Raises
         ------
         ValueError
-            Names the field that differs; nothing was loaded then.
+            Names the file, and the field that differs or what is wrong with it; nothing was loaded then.
         """
         with self._turn.taken():
             load_cache(self, path, device)
