@@ -18,7 +18,7 @@ from typing import Any
 
 from bench import report_tables
 from bench.report_tables import SECTIONS, Rows, Section, spread, table, times
-from dkv._files import replaced
+from dkv._paths import replaced
 from dkv.benches.memory import GEOMETRIES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dkv._files import replaced
+from dkv._paths import replaced
 
 DEPTHS = 5  # bands of a heat map whose passcodes lie anywhere
 Curve = tuple[Sequence[float], Sequence[float]]

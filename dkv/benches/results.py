@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dkv._files import replaced
+from dkv import _json
 from dkv._version import __version__
 
 STDOUT = "-"
@@ -38,15 +38,11 @@ def write_json(path: str | os.PathLike[str] | None, value: Any) -> None:
 
 def dump(path: str | os.PathLike[str], value: Any) -> None:
     """Write JSON in place of a file, whole or not at all; straight into a pipe or a device."""
-    text = json.dumps(value, indent=1) + "\n"
     if os.fspath(path) == STDOUT:
-        sys.stdout.write(text)
+        sys.stdout.write(json.dumps(value, indent=1) + "\n")
         sys.stdout.flush()
-        return
-    target = os.path.realpath(path)
-    special = os.path.exists(target) and not os.path.isfile(target)
-    with contextlib.nullcontext(target) if special else replaced(target) as name:
-        Path(name).write_text(text, encoding="utf-8")
+    else:
+        _json.write_json(path, value, indent=1)
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Any]:
