@@ -131,6 +131,21 @@ def test_p07_the_order_of_the_list_does_not_matter(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", CASE_BACKENDS)
+def test_p07_a_list_of_another_layout(backend: str) -> None:
+    """flashinfer#5055, of the same kind: a list whose last axis is not the last in memory was read flat."""
+    q, k, v = prompt(9, 60)
+    config = dkv.DKVConfig(block_size=16, prefill_key_block=16, prefill_block=16)
+    rng = np.random.default_rng(9)
+    listed = rng.integers(-1, 4, (1, 2, 4, 3)).astype(np.int32)
+    want = call(backend, "prefill_attention", q, k, v, config=config, block_indices=listed)
+    kind = library(backend)
+    q, k, v = testing.to_library([q, k, v], kind)
+    turned = testing.to_library(np.ascontiguousarray(listed.swapaxes(2, 3)), kind).swapaxes(2, 3)
+    got = testing.to_numpy(dkv.prefill_attention(q, k, v, config=config, block_indices=turned, backend=backend))
+    assert got.out.tobytes() == want.out.tobytes() and got.lse.tobytes() == want.lse.tobytes()
+
+
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p08_a_large_count_is_dense(backend: str) -> None:
     """MInference#108: is a very large budget really dense?"""
     q, k, v = prompt(4, 700)

@@ -225,7 +225,7 @@ def prefill_attention(
         if sink is not None:
             lse = sink.float().view(1, -1, 1).expand_as(lse).clone()
         return q.new_zeros(batch, heads, length, dim_v), lse
-    group, lists = heads // heads_kv, block_indices.sort(dim=3).values
+    group, lists = heads // heads_kv, block_indices.sort(dim=3).values.contiguous()  # sorting keeps a layout
     used = torch.empty(batch, heads_kv, query_blocks, dtype=torch.int32, device=q.device)
     distinct = torch.empty(lists.shape, dtype=torch.int32, device=q.device)
     launch(
