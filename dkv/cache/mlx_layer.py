@@ -50,6 +50,8 @@ class LayerCache:
         Closed blocks of each sequence.
     blocks : tuple of CompressedBlocks
         Those of each stored group; empty while no block is closed.
+    rewinds : bool
+        Whether the newest chunk can always be cropped: what it makes due then closes only as the next one comes.
     k_rows, v_rows : array [B, Hkv, capacity, D or Dv] or None
         Exact rows; those beyond ``rows`` are spare room.
     """
@@ -66,6 +68,7 @@ class LayerCache:
         self.config = config
         self.groups = None if groups is None else check_groups(groups, config)
         self.selects = None if selects is None else tuple(selects)
+        self.rewinds = False
         self.reset()
 
     def reset(self, batch_size: int = 0) -> None:
@@ -149,6 +152,8 @@ class LayerCache:
                     f"{name} must be as the cache's: {held.shape[1]} heads of {held.shape[3]} channels, {held.dtype}; "
                     f"got {heads} of {new.shape[3]}, {new.dtype}"
                 )
+        if self.rewinds and self.tokens:
+            self.close(self.config.window)
         if not self.tokens:
             self.reset(batch)
         added = [length] * batch if spans is None else [count for _, count in spans]
@@ -180,7 +185,7 @@ class LayerCache:
     ) -> mx.array:
         """Attend the newest rows' queries ``q [B, Hq, n, D]`` causally to everything seen, then close what is due.
 
-        ``spans`` are those that the rows were appended with; the output of padding means nothing.
+        ``spans`` are those that the rows were appended with; the output of padding is 0.
         """
         scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
         if spans is None and len(set(self.rows)) == 1:
@@ -190,7 +195,10 @@ class LayerCache:
             shift = [0] * self.batch_size if spans is None else [length - first - count for first, count in spans]
             # the last real query stands at the last row, so that causality is the plain one
             out = _rolled(self._attend_uneven(_rolled(q, shift), spans, scale, sink), [-each for each in shift])
-        self.close(self.config.window)
+        if spans is not None:
+            out = mx.where(real_positions(spans, q.shape[2])[:, None, :, None], out, mx.array(0, dtype=out.dtype))
+        if not self.rewinds:
+            self.close(self.config.window)
         return out
 
     def _sparse_queries(self, length: int, tokens: int) -> int:
@@ -411,6 +419,12 @@ def _same_rows(layer: LayerCache, other: LayerCache) -> bool:
 def _ops(name: str) -> ModuleType:
     """The Metal kernels where Metal is found, else their twin."""
     return op_module("mlx", name)
+
+
+def real_positions(spans: Spans, length: int) -> mx.array:
+    """Which positions of a padded chunk hold tokens, bool ``[B, length]``."""
+    first, count = (mx.array(values)[:, None] for values in zip(*spans, strict=True))
+    return (mx.arange(length) >= first) & (mx.arange(length) < first + count)
 
 
 def _exact(

@@ -16,10 +16,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_cache
 
-from dkv._checks import check_count, check_format, dtype_name
+from dkv._checks import check_count, check_format, dtype_name, whole_number
 from dkv.cache.mlx_layer import LayerCache, Spans, joined
 from dkv.config import DKVConfig, HeadGroup
 from dkv.integrations import _mlx_hook as hook
+from dkv.integrations._mlx_masks import causal_mask, says_causal
 from dkv.integrations._mlx_state import layer_of, state_of
 
 PROBE_TOKENS = 2
@@ -47,6 +48,7 @@ class DKVCache(mlx_cache._BaseCache):
 
     def _take(self, layer: LayerCache) -> None:
         self.layer = layer
+        self._may_rewind = False  # whether the newest chunk can be taken back although blocks are closed
         self._awaited: tuple[int, Spans | None] | None = None  # a chunk's tokens, stored and not attended yet
 
     # appending and attending
@@ -85,18 +87,18 @@ class DKVCache(mlx_cache._BaseCache):
         self._check_mask(mask, queries.shape[2])
         spans = self._awaited[1]
         out = self.layer.attend(queries, spans, scale, sinks)
-        self._awaited = None
+        self._awaited, self._may_rewind = None, self.layer.rewinds
         return out
 
     def _check_mask(self, mask: mx.array | str | None, length: int) -> None:
         """Attention is causal, whatever the mask says; so it must say that."""
         if (mask is None and length == 1) or (isinstance(mask, str) and mask == "causal"):
             return
-        if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and not isinstance(self, BatchDKVCache):
-            causal = mlx_cache.create_causal_mask(length, self.offset - length)
-            if mask.shape[-2:] == causal.shape and bool(mx.all(mask == causal)):
-                return
-        raise NotImplementedError("a DKV cache attends causally; this model gave its attention another mask")
+        assert self._awaited is not None
+        spans = self._awaited[1] or [(0, length)] * self.layer.batch_size
+        before = [tokens - count for tokens, (_, count) in zip(self.layer.tokens, spans, strict=True)]
+        if not isinstance(mask, mx.array) or not says_causal(mask, before, spans, length):
+            raise NotImplementedError("a DKV cache attends causally; this model gave its attention another mask")
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """mlx-lm's causal mask; ``window_size`` is refused, as a sliding window needs no compressed cache."""
@@ -108,6 +110,12 @@ class DKVCache(mlx_cache._BaseCache):
 
     def size(self) -> int:
         return max(self.layer.tokens, default=0)
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def __bool__(self) -> bool:
+        return True  # hosts ask whether there is a cache, not whether it holds anything
 
     def empty(self) -> bool:
         return self.layer.k_rows is None
@@ -155,12 +163,24 @@ class DKVCache(mlx_cache._BaseCache):
     # surgery
 
     def is_trimmable(self) -> bool:
-        """Whether any number of tokens can be trimmed: some are held and no block is closed.
+        """Whether any number of tokens can be trimmed: while no block is closed.
 
-        An empty cache says no, so that mlx-lm refuses speculative decoding at its start: a block that closes later
-        could not be given back.
+        A host that drafts tokens asks this first, and then once after every chunk, to take rejected ones back; a no
+        would make it go on with them. So from the first yes on the newest chunk can be taken back, as what it makes due
+        closes only when the next one comes, and the first answer after a chunk stays yes. A copy was never asked.
         """
-        return any(self.layer.tokens) and not any(self.layer.block_counts)
+        if not any(self.layer.block_counts):
+            self.layer.rewinds = True
+            return True
+        answer, self._may_rewind = self._may_rewind, False
+        return answer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DKVCache:
+        twin: DKVCache = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        twin.layer.rewinds = twin._may_rewind = False
+        return twin
 
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` tokens; how many were forgotten.
@@ -170,6 +190,7 @@ class DKVCache(mlx_cache._BaseCache):
         ValueError
             When one of them lies in a closed block. Nothing was changed then.
         """
+        n = whole_number("n", n)
         check_count("n", n)
         return self.layer.crop(n)
 
@@ -179,6 +200,8 @@ class DKVCache(mlx_cache._BaseCache):
     @classmethod
     def merge(cls, caches: Sequence[DKVCache]) -> BatchDKVCache:
         """One batch of several single sequences."""
+        if not caches:
+            raise ValueError("caches to merge must be one or more, got none")
         layers = []
         for cache in caches:
             if not isinstance(cache, DKVCache) or cache.layer.batch_size > 1:
@@ -257,14 +280,18 @@ class BatchDKVCache(DKVCache):
         return None if all(span == (0, length) for span in spans) else spans
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """No array: the padding is known here."""
-        if window_size is not None or return_array:
-            raise NotImplementedError("a batch of DKV caches attends causally and gives no mask array or window")
-        return "causal" if N > 1 else None
+        """An array, where one is asked for, is of every sequence's tokens, right-justified, and the chunk after them."""
+        if window_size is not None:
+            raise NotImplementedError(f"a full-attention layer asked for a sliding window of {window_size} tokens")
+        if not return_array:
+            return "causal" if N > 1 else None
+        spans = [(min(left, N), N - min(left, N)) for left in self._left]
+        return causal_mask(self.layer.tokens, spans, N, self.size() + N)
 
     def filter(self, batch_indices: Any) -> None:
         """Keep the sequences of these indices, in place."""
-        keep = [int(index) for index in (batch_indices.tolist() if hasattr(batch_indices, "tolist") else batch_indices)]
+        indices = batch_indices.tolist() if hasattr(batch_indices, "tolist") else batch_indices
+        keep = [whole_number("batch_indices", index) for index in indices]
         self.layer.select(keep)
         self._left = [self._left[index] for index in keep]
         if self._real is not None:
