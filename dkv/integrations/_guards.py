@@ -42,7 +42,7 @@ def fit_prompt(cache: Any, inputs: Tensor | None, embeds: Tensor | None, mask: T
     Raises
     ------
     ValueError
-        When the cache has seen more tokens than the prompt has.
+        When the cache has seen more tokens than the prompt has, or cannot give the last one back.
     """
     prompt = inputs if embeds is None else embeds
     seen = cache.get_seq_length()
@@ -57,4 +57,9 @@ def fit_prompt(cache: Any, inputs: Tensor | None, embeds: Tensor | None, mask: T
             f"or the new tokens with the attention_mask of all, or crop or reset the cache"
         )
     if length == seen:
-        cache.crop(-1)
+        try:
+            cache.crop(-1)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"the cache has seen all of the prompt and cannot give its last token back: {error}"
+            ) from error

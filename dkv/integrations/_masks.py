@@ -53,6 +53,8 @@ def padding_of(mask: Tensor | None, state: LayerCache, length: int) -> Tensor | 
     if mask is None:
         return None
     offset = state.offset
+    if mask.ndim not in (2, 4):
+        raise ValueError(f"attention_mask must have 2 axes or 4, got shape {list(mask.shape)}")
     if mask.ndim == 4:
         keep = _kept(mask)
         if keep.shape[1:] != (1, length, offset + length):
@@ -76,6 +78,8 @@ def _kept(mask: Tensor) -> Tensor:
     """An additive mask (0 keeps, the dtype's minimum or -inf drops) or a boolean one as booleans, True keeps."""
     if mask.dtype == torch.bool:
         return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"attention_mask of 4 axes must hold bools or floats, got {mask.dtype}")
     dropped = mask <= torch.finfo(mask.dtype).min / 2
     if not bool((dropped | (mask == 0)).all()):
         raise NotImplementedError("DKVCache takes masks that keep or drop; this one adds a bias to the logits")

@@ -280,7 +280,7 @@ class BatchDKVCache(DKVCache):
         return None if all(span == (0, length) for span in spans) else spans
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """An array, where one is asked for, is of every sequence's tokens, right-justified, and the chunk after them."""
+        """An array, where asked for, has every sequence's tokens, right-justified, and the chunk after them."""
         if window_size is not None:
             raise NotImplementedError(f"a full-attention layer asked for a sliding window of {window_size} tokens")
         if not return_array:

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    get_layer_types_and_kwargs,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -97,7 +103,13 @@ def attending(model: PreTrainedModel, name: str, function: Callable[..., Any]) -
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """The kind of every layer of a model, and what its cache of transformers takes."""
-    kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    text = config.get_text_config(decoder=True)
+    shared = zip(getattr(text, "layer_types", None) or (), getattr(text, "kv_sharing_modes", None) or ())
+    if (FULL_ATTENTION, "reuse") in shared:
+        raise NotImplementedError(
+            "full-attention layers of this model share keys and values, which dkv does not follow"
+        )
+    kinds, settings = get_layer_types_and_kwargs(text)
     if FULL_ATTENTION not in kinds:
         raise ValueError(f"the model has no full-attention layer to compress; its layers are {sorted(set(kinds))}")
     return kinds, settings
@@ -373,11 +385,23 @@ class DKVCache(Cache):
     @property
     def _other_nbytes(self) -> int:
         others = [layer for layer in self.layers if not isinstance(layer, DKVLayer)]
-        held = [part for layer in others for part in (getattr(layer, "keys", None), getattr(layer, "values", None))]
-        return sum(part.nbytes for part in held if part is not None)
+        held = [part for layer in others for name, part in vars(layer).items() if not name.startswith("_")]
+        parts = [part for each in held for part in (each.values() if isinstance(each, dict) else [each])]
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
     def save(self, path: str) -> None:
-        """Write the cache to a versioned safetensors file, through a temporary file and an atomic rename."""
+        """Write the cache to a versioned safetensors file, through a temporary file and an atomic rename.
+
+        Raises
+        ------
+        NotImplementedError
+            When a layer of the model keeps no keys and values, as recurrent ones.
+        """
+        other = next((layer for layer in self.layers if not isinstance(layer, (DKVLayer, DynamicLayer))), None)
+        if other is not None:
+            raise NotImplementedError(
+                f"a cache with a {type(other).__name__} is not saved: it holds no keys and values"
+            )
         save_cache(self, path)
 
     def load(self, path: str, device: str | torch.device = "cpu") -> DKVCache:
