@@ -328,6 +328,9 @@ class DKVCache(Cache):
         tokens_to_remove = -tokens_to_drop(tokens_to_remove)
         if not self.is_filled:
             return
+        if -tokens_to_remove >= self.get_seq_length():  # all of it: the next tokens may be of another batch
+            self.reset()
+            return
         for layer in self.layers:
             trial = copy.copy(layer)
             if isinstance(trial, DKVLayer):
