@@ -433,7 +433,7 @@ def test_c31_a_cache_that_saw_nothing_answers_everything(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-@pytest.mark.parametrize("window", [1, 2, 24])
+@pytest.mark.parametrize("window", [1, 24])
 def test_c32_drafts_that_are_rejected_leave_no_trace(kind, window):
     """mlx-vlm#1956, #1446: "not trimmable" was taken for "recurrent", or drafts stayed in the cache."""
     model, draft = attached(dataclasses.replace(TINY, window=window), kind), build(kind)

@@ -34,7 +34,9 @@ def build(noise: float = 0.0, heads: int = 2) -> Any:
     mx.random.seed(0)
     args = llama.ModelArgs("llama", rms_norm_eps=1e-5, vocab_size=64, head_dim=8, num_key_value_heads=heads, **SHAPE)
     model = llama.Model(args)
-    model.update(tree_map(lambda p: 4 * p + noise * mx.random.normal(p.shape), model.parameters()))
+    model.update(
+        tree_map(lambda p: (1.5 if p.ndim == 2 else 1) * p + noise * mx.random.normal(p.shape), model.parameters())
+    )
     mx.eval(model.parameters())
     return model
 
@@ -135,7 +137,7 @@ def test_c03_a_prompt_longer_than_a_prefill_step(model):
         assert layer and layer.meta_state == "" and layer.offset == 0 and layer.make_mask(1) is None
     tokens = greedy(model, IDS[0, :513], 3, cache, prefill_step_size=512)
     assert tokens == greedy(model, IDS[0, :513], 3, mlx_cache.make_prompt_cache(model))
-    assert [layer.offset for layer in cache] == [515, 515] and not any(layer.empty() for layer in cache)
+    assert [layer.offset for layer in cache] == [516, 516] and not any(layer.empty() for layer in cache)
 
 
 def test_c06_c07_trim_takes_what_is_asked_or_says_so(model):
@@ -237,15 +239,16 @@ def test_c20_the_hosts_store_of_prompts_never_gives_a_cache_too_long(model):
     for config, trimmed in ((dataclasses.replace(BIG, window=1024), True), (SMALL, False)):
         store = mlx_cache.LRUPromptCache()
         cache = filled(model, 100, config)
-        greedy(model, IDS[0, 100:120], 2, cache)  # generation over chunks, then stored as the server does
-        store.insert_cache("model", IDS[0, :121].tolist(), cache)
+        made = greedy(model, IDS[0, 100:120], 2, cache)  # then stored, as the server does
+        tokens = [*IDS[0, :120].tolist(), *made]
+        store.insert_cache("model", tokens, cache)
         found, rest = store.fetch_nearest_cache("model", IDS[0, :80].tolist())
         assert (found is not None) == trimmed
         if trimmed:
             assert found[0].offset == 79 and len(rest) == 1
             same(feed(model, np.array([rest]), [1], found)[0, 0], logits(0, 80)[-1])
-        longer, rest = store.fetch_nearest_cache("model", IDS[0, :130].tolist())
-        assert longer[0].offset == 121 and len(rest) == 9
+        longer, rest = store.fetch_nearest_cache("model", [*tokens, 1, 2, 3])
+        assert longer[0].offset == 122 and rest == [1, 2, 3]
 
 
 def test_c27_length_offset_and_size_agree(model):
@@ -333,32 +336,39 @@ def test_c31_a_cache_that_saw_nothing_answers_everything(model, tmp_path):
     same(feed(model, IDS[:1], [50, 1], loaded)[0], logits(0, 51))
 
 
-@pytest.mark.parametrize("window", [1, 2, 24])
+@pytest.mark.parametrize("window", [1, 24])
 @pytest.mark.parametrize("drafts", [2, 5])
 def test_c32_drafts_that_are_rejected_leave_no_trace(model, window, drafts):
     """mlx-vlm#1956, #1446: the host skips a trim where the answer is no, and goes on with the rejected drafts."""
-    config, small = dataclasses.replace(TINY, window=window), build(noise=0.2)
-    for length, seen in ((1, 0), (30, 0), (30, 5)):
+    config, small = dataclasses.replace(TINY, window=window), build(noise=0.1)
+    for length, seen in ((1, 0), (30, 5)):
         prompt = IDS[0, :length]
         want = greedy(model, prompt, 16, mlx_cache.make_prompt_cache(model))
         for other in (small, model):
-            ours, theirs = make_prompt_cache(model, config), mlx_cache.make_prompt_cache(other)
-            if seen:
-                feed(model, prompt[None], [seen], ours), feed(other, prompt[None], [seen], theirs)
-            steps = speculative_generate_step(
-                mx.array(prompt[seen:]),
-                model,
-                other,
-                prompt_cache=ours + theirs,
-                max_tokens=16,
-                num_draft_tokens=drafts,
+            caches, accepted = (make_prompt_cache(model, config), mlx_cache.make_prompt_cache(model)), []
+            for cache in caches:
+                theirs = mlx_cache.make_prompt_cache(other)
+                if seen:
+                    feed(model, prompt[None], [seen], cache), feed(other, prompt[None], [seen], theirs)
+                steps = speculative_generate_step(
+                    mx.array(prompt[seen:]),
+                    model,
+                    other,
+                    prompt_cache=cache + theirs,
+                    max_tokens=16,
+                    num_draft_tokens=drafts,
+                )
+                made = list(steps)
+                assert [token for token, _, _ in made] == want
+                accepted.append(sum(drafted for _, _, drafted in made))
+            assert accepted[0] == accepted[1] and (other is model) == (accepted[0] >= 16 * drafts // (drafts + 1))
+            ours, dense = caches
+            assert ours[0].offset == dense[0].offset and bool(ours[0].layer.block_counts[0]) == (
+                window < 24 or length > 1
             )
-            assert [token for token, _, _ in steps] == want
-            offset = ours[0].offset
-            assert offset == length + 15 and ours[0].layer.block_counts[0] > 0
-            assert not mlx_cache.can_trim_prompt_cache(ours)  # asked again, as a store of caches does
-            again = greedy(model, want[-1:], 3, ours)
-            assert again == greedy(model, [*prompt.tolist(), *want], 3, mlx_cache.make_prompt_cache(model))
+            if any(ours[0].layer.block_counts):  # asked again, as a store of caches does
+                assert not mlx_cache.can_trim_prompt_cache(ours)
+            assert greedy(model, want[-1:], 3, ours) == greedy(model, want[-1:], 3, dense)
 
 
 def test_c32_a_cache_with_closed_blocks_is_refused_at_the_start(model):

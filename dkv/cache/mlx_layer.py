@@ -433,8 +433,10 @@ def _exact(
     """Attention over plain rows, causal and bottom-right aligned; mlx's own where all sequences are as long."""
     if lens is not None:
         return _ops("decode").exact_attention(q, k, v, True, lens, None, None, sink, scale)[0]
-    mask = "causal" if q.shape[2] > 1 else None
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sink)
+    mask, dtype = "causal" if q.shape[2] > 1 else None, q.dtype
+    if dtype != mx.float32 and mx.default_device().type == mx.DeviceType.cpu:  # where mlx would round every step
+        q, k, v, sink = (None if x is None else x.astype(mx.float32) for x in (q, k, v, sink))
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sink).astype(dtype)
 
 
 def _rolled(x: mx.array, shifts: Sequence[int]) -> mx.array:
