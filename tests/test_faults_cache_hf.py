@@ -82,7 +82,7 @@ def same(a: Any, b: Any, tolerance: float = TOLERANCE) -> None:
 
 
 def lengths_of(cache: Any) -> list[int]:
-    return [cache.get_seq_length(layer) for layer in range(len(cache))]
+    return [layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")]
 
 
 def test_c01_the_length_is_that_of_the_tokens_not_of_the_rows_kept():
@@ -432,7 +432,7 @@ def test_c31_a_cache_that_saw_nothing_answers_everything(kind, tmp_path):
     assert cache.nbytes > sum(state.nbytes for state in cache.dkv_layers) or kind == "llama"
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "lfm2"])
 @pytest.mark.parametrize("window", [1, 24])
 def test_c32_drafts_that_are_rejected_leave_no_trace(kind, window):
     """mlx-vlm#1956, #1446: "not trimmable" was taken for "recurrent", or drafts stayed in the cache."""
@@ -442,12 +442,14 @@ def test_c32_drafts_that_are_rejected_leave_no_trace(kind, window):
         parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
     options = {"do_sample": False, "max_new_tokens": 12}
     for length, more in ((9, {"assistant_model": draft}), (30, {"assistant_model": dense(kind)}), (30, {})):
+        if kind == "lfm2" and more:
+            continue  # recurrent models take no other model's drafts
         more = more or {"prompt_lookup_num_tokens": 4}
         prompt = IDS[:1, :length].repeat(1, 1 if "assistant_model" in more else 2)
         cache = DKVCache(model)
         got = model.generate(prompt, past_key_values=cache, **options, **more)
         assert torch.equal(got, dense(kind).generate(prompt, **options))
-        assert lengths_of(cache) == [got.shape[1] - 1] * len(cache)
+        assert set(lengths_of(cache)) == {got.shape[1] - 1}
         again = torch.cat([got, IDS[:1, 50:53]], dim=1)  # the cache goes on, and closes what was due
         assert torch.equal(
             model.generate(again, past_key_values=cache, **options), dense(kind).generate(again, **options)
@@ -469,43 +471,3 @@ def test_c32_without_a_host_that_drafts_a_crop_restores_or_refuses():
     with pytest.raises(ValueError, match="closed block"):
         cache.crop(-9)
     assert lengths_of(cache) == [30, 30]
-
-
-@pytest.mark.parametrize("layer", range(4))
-@pytest.mark.parametrize("first", [0, 20])
-def test_a_hybrid_step_cut_short_in_any_layer_is_noticed(layer, first):
-    """Layers that had seen other tokens than the rest went on with wrong positions where the first was no DKV layer."""
-    model = attached(SMALL, "gemma2")
-    cache = DKVCache(model)
-    if first:
-        feed(model, IDS[:1], [first], cache)
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[layer].self_attn.q_proj.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(IDS[:1, first : first + 4], past_key_values=cache)
-    hook.remove()
-    if layer == 0:  # nothing was stored yet
-        out = model(IDS[:1, first : first + 4], past_key_values=cache).logits
-        same(out, dense("gemma2")(IDS[:1, : first + 4]).logits[:, first:])
-    else:
-        with pytest.raises(RuntimeError, match="different tokens"):
-            model(IDS[:1, first : first + 4], past_key_values=cache)
-
-
-def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it():
-    model = attached()
-    with torch.inference_mode():
-        cache = DKVCache(model)
-        feed(model, IDS[:1], [60], cache)
-    same(feed(model, IDS[:1, 60:], [1, 1, 20], cache), dense()(IDS[:1, :82]).logits[:, 60:])
-
-
-def test_layers_that_share_keys_are_refused_at_once():
-    shape = SHAPE | {"num_hidden_layers": 4, "intermediate_size": [32] * 4, "head_dim": 8, "sliding_window": 7}
-    types = ["sliding_attention", "full_attention"] * 2
-    config = transformers.Gemma3nTextConfig(**shape, layer_types=types, num_kv_shared_layers=2)
-    with pytest.raises(NotImplementedError, match="share keys and values"):
-        DKVCache(config, SMALL)

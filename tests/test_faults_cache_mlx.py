@@ -371,6 +371,16 @@ def test_c32_drafts_that_are_rejected_leave_no_trace(model, window, drafts):
             assert greedy(model, want[-1:], 3, ours) == greedy(model, want[-1:], 3, dense)
 
 
+def test_c32_a_state_taken_in_the_midst_of_drafts_goes_on_alike(model):
+    """The same kind: the newest chunk has not closed what it made due."""
+    cache = make_prompt_cache(model, TINY)
+    assert mlx_cache.can_trim_prompt_cache(cache)
+    feed(model, IDS[:1], [30], cache)
+    twin = [DKVCache.from_state(layer.state) for layer in cache]
+    assert cache[0].layer.block_counts == [0] and twin[0].layer.block_counts == [5]
+    np.testing.assert_array_equal(*(feed(model, IDS[:1, 30:], [7], each) for each in (cache, twin)))
+
+
 def test_c32_a_cache_with_closed_blocks_is_refused_at_the_start(model):
     """The same kind: the one clear refusal."""
     cache = filled(model, 60, TINY) + mlx_cache.make_prompt_cache(model)

@@ -13,13 +13,15 @@ def check_chunk(layer: Any, q: Any, k: Any, v: Any, padding: Any) -> None:
     Raises
     ------
     TypeError
-        When ``k`` or ``v`` is not of the dtype of the rows that are held, or ``padding`` not of bools.
+        When ``k`` and ``v`` are not of one dtype, that of the rows that are held, or ``padding`` not of bools.
     ValueError
         When a shape does not fit.
     """
     check_array("k", k, "B Hkv n D")
     batch, heads, length, dim = k.shape
     check_array("v", v, "B Hkv n Dv", B=batch, Hkv=heads, n=length)
+    if dtype_name(v) != dtype_name(k):
+        raise TypeError(f"v must have the dtype of k ({dtype_name(k)}), got {dtype_name(v)}")
     check_array("q", q, "B Hq n D", B=batch, n=length, D=dim)
     check_heads(q, heads)
     for name, held, new in (("k", layer.k_rows, k), ("v", layer.v_rows, v)):

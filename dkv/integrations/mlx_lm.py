@@ -148,7 +148,9 @@ class DKVCache(mlx_cache._BaseCache):
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._take(layer_of(state))
+        layer = layer_of(state)
+        layer.close(layer.config.window)  # what was due where it was taken in the midst of drafts
+        self._take(layer)
 
     @property
     def meta_state(self) -> str:

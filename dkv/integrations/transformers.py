@@ -235,6 +235,15 @@ class DKVLayer(CacheLayerMixin):
     prefetch = offload
 
 
+def _shallow(layer: Any) -> Any:
+    """A copy whose parts may be bound anew; recurrent layers hold theirs in dicts."""
+    twin = copy.copy(layer)
+    vars(twin).update({name: copy.copy(value) for name, value in vars(twin).items() if isinstance(value, dict)})
+    if isinstance(twin, DKVLayer):
+        twin.state = copy.copy(twin.state)
+    return twin
+
+
 class DKVCache(Cache):
     """A compressed KV cache: sink tokens and a recency window exact, everything between in closed blocks.
 
@@ -332,10 +341,7 @@ class DKVCache(Cache):
             self.reset()
             return
         for layer in self.layers:
-            trial = copy.copy(layer)
-            if isinstance(trial, DKVLayer):
-                trial.state = copy.copy(trial.state)
-            trial.crop(tokens_to_remove)  # crop only rebinds, so the layer itself stays as it is
+            _shallow(layer).crop(tokens_to_remove)  # crop only rebinds, so the layer itself stays as it is
         super().crop(tokens_to_remove)
 
     @property
@@ -416,6 +422,7 @@ class DKVCache(Cache):
             Names the field that differs; nothing was loaded then.
         """
         load_cache(self, path, device)
+        self.compress()  # what was due where the file was written in the midst of drafts
         return self
 
 
