@@ -400,8 +400,9 @@ class LayerCache:
 
     def _grow(self, k: Tensor, v: Tensor, needed: int) -> None:
         """Make room for ``needed`` rows; buffers are never shared with what the caller holds."""
-        writable = self.k_rows is not None and (torch.is_inference_mode_enabled() or not self.k_rows.is_inference())
-        if writable and self.k_rows.shape[2] >= needed:
+        held = self.k_rows
+        sealed = held is not None and held.is_inference() and not torch.is_inference_mode_enabled()
+        if held is not None and not sealed and held.shape[2] >= needed:
             return
         room = self.config.block_size
         capacity = -(-needed // room) * room

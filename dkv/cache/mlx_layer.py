@@ -435,7 +435,8 @@ def _exact(
         return _ops("decode").exact_attention(q, k, v, True, lens, None, None, sink, scale)[0]
     mask, dtype = "causal" if q.shape[2] > 1 else None, q.dtype
     if dtype != mx.float32 and mx.default_device().type == mx.DeviceType.cpu:  # where mlx would round every step
-        q, k, v, sink = (None if x is None else x.astype(mx.float32) for x in (q, k, v, sink))
+        q, k, v = (x.astype(mx.float32) for x in (q, k, v))
+        sink = None if sink is None else sink.astype(mx.float32)
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sink).astype(dtype)
 
 

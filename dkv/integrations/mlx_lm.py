@@ -180,7 +180,8 @@ class DKVCache(mlx_cache._BaseCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> DKVCache:
         twin: DKVCache = type(self).__new__(type(self))
         memo[id(self)] = twin
-        vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        for name, value in vars(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
         twin.layer.rewinds = twin._may_rewind = False
         return twin
 
