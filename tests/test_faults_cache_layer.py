@@ -176,6 +176,21 @@ def test_c23_a_slot_that_is_used_again_holds_nothing_of_its_last_owner(kind: str
     np.testing.assert_allclose(fed(kind, layer, [x[:, :, 10:] for x in good], [1, 29]), want[:, :, 10:], atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [1, 3, 17, 40])
+@pytest.mark.parametrize("below", [0, 8192])
+def test_c17_sequences_with_as_many_exact_rows_and_other_blocks(kind: str, length: int, below: int) -> None:
+    """mlx-vlm#1248: caches of other lengths in one batch; here their blocks differ and their windows do not."""
+    limits = {"prefill_dense_below": below, "prefill_tail": 0, "prefill_mass": 1.0}
+    layer = new(kind, dataclasses.replace(BIG, block_size=4, window=3, sink_tokens=2, rank=2, **limits))
+    parts, more = rows_of(11, 44, batch=2), rows_of(12, length, batch=2)
+    step(kind, layer, *parts, spans=[(0, 36), (0, 44)])
+    assert layer.rows == [8, 8] and layer.block_counts == [7, 9]
+    out = step(kind, layer, *more)
+    for row, tokens in enumerate((36, 44)):
+        one = [np.concatenate([a[row : row + 1, :, :tokens], b[row : row + 1]], 2) for a, b in zip(parts, more)]
+        np.testing.assert_allclose(out[row : row + 1], dense(one, length), atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("dropped", [0, 1, 5, 9])
 def test_c32_the_newest_chunk_can_be_taken_back_where_that_is_asked_for(kind: str, dropped: int) -> None:
     """mlx-vlm#1956: rejected drafts. What a chunk makes due closes only as the next one comes."""

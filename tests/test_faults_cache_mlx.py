@@ -210,6 +210,32 @@ def test_c17_rows_of_other_lengths_are_merged_filtered_extended_and_extracted(mo
     assert nothing.offset.tolist() == [701, 6, 1]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_c17_a_batch_is_saved_in_the_midst_of_its_padding(model, side):
+    """The same kind: padding that is still to come is part of the state, and a chunk of padding alone holds no rows."""
+    length, pads = 30, [25, 0]
+    ids = np.stack([np.roll(IDS[0, :length], 25), IDS[1, :length]])
+    caches = [BatchDKVCache(TINY, batch_size=2) for _ in model.layers]
+    for cache in caches:
+        cache.prepare(**({"left_padding": pads} if side == "left" else {"lengths": [5, 30], "right_padding": pads}))
+    outs, start = [], 0
+    for size in (10, 10, 10):
+        part = ids if side == "left" else IDS[:2]
+        outs.append(feed(model, part[:, start : start + size], [size], caches))
+        caches, start = [BatchDKVCache.from_state(cache.state) for cache in caches], start + size
+    out, first = np.concatenate(outs, 1), 25 if side == "left" else 0
+    same(out[0, first : first + 5], logits(0, 5))
+    same(out[1], logits(1, 30))
+    assert caches[0].offset.tolist() == [5, 30]
+    empty = BatchDKVCache(TINY, batch_size=2)
+    empty.prepare(left_padding=[40, 40])
+    attended(empty, *(mx.zeros((2, heads, 5, 8)) for heads in (4, 2, 2)), "causal")
+    again = BatchDKVCache.from_state(empty.state)
+    assert again.offset.tolist() == empty.offset.tolist() == [-35, -35]
+    with pytest.raises(ValueError, match="padding in the state must be int32"):
+        again.state = empty.state | {"left_padding": mx.array([1, 2, 3])}
+
+
 def test_c18_the_hosts_batches_are_ours(model):
     """VeloxQuant-MLX#372: an inherited merge put a plain cache in its place, and nothing was compressed."""
     both = _merge_caches([filled(model, 100), filled(model, 9)])

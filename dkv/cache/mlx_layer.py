@@ -188,7 +188,7 @@ class LayerCache:
         ``spans`` are those that the rows were appended with; the output of padding is 0.
         """
         scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-        if spans is None and len(set(self.rows)) == 1:
+        if spans is None and len(set(self.rows)) == 1 and len(set(self.tokens)) == 1:
             out = self._attend_even(q, scale, sink)
         else:
             length = q.shape[2]
@@ -268,6 +268,7 @@ class LayerCache:
         lens = mx.array(self.rows) if len(set(self.rows)) > 1 or spans is not None else None
         if not self.blocks:
             return _exact(q, k, v, lens, scale, sink)
+        even = len(set(self.block_counts)) == 1
         groups, blocks_of = self.head_groups(), iter(self.blocks)
         heads_kv, heads_q = k.shape[1], q.shape[1]
         outs = []
@@ -277,7 +278,7 @@ class LayerCache:
             blocks = None if config is None else next(blocks_of)
             if config is None or blocks is None:
                 outs.append(_exact(own_q, own_k, own_v, lens, scale, own_sink))
-            elif length >= REBUILT_FROM and config.chunk_top_k is None and lens is None:
+            elif length >= REBUILT_FROM and config.chunk_top_k is None and lens is None and even:
                 rebuilt = _ops("compress").reconstruct_blocks(blocks)
                 every_k, every_v = (mx.concatenate([a, b], axis=2) for a, b in zip(rebuilt, (own_k, own_v)))
                 outs.append(_exact(own_q, every_k, every_v, None, scale, own_sink))

@@ -148,9 +148,7 @@ class DKVCache(mlx_cache._BaseCache):
 
     @state.setter
     def state(self, state: Any) -> None:
-        layer = layer_of(state)
-        layer.close(layer.config.window)  # what was due where it was taken in the midst of drafts
-        self._take(layer)
+        self._take(closed(layer_of(state)))
 
     @property
     def meta_state(self) -> str:
@@ -244,6 +242,27 @@ class BatchDKVCache(DKVCache):
         self._real: list[int] | None = None  # real tokens that come before padding
 
     @property
+    def state(self) -> dict[str, mx.array]:
+        """As of :class:`DKVCache`, and the padding that is still to come, where there is any."""
+        self._check_settled()
+        coming = {"left_padding": self._left if any(self._left) else None, "lengths": self._real}
+        return state_of(self.layer) | {name: mx.array(each) for name, each in coming.items() if each is not None}
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        parts = dict(state) if isinstance(state, dict) else state
+        coming = [parts.pop(name, None) if isinstance(parts, dict) else None for name in ("left_padding", "lengths")]
+        layer = closed(layer_of(parts))
+        for each in coming:
+            if each is not None and (each.dtype != mx.int32 or each.shape != (layer.batch_size,)):
+                raise ValueError(
+                    f"padding in the state must be int32 [{layer.batch_size}], got {each.dtype} {each.shape}"
+                )
+        self._take(layer)
+        self._left = self._left if coming[0] is None else coming[0].tolist()
+        self._real = None if coming[1] is None else coming[1].tolist()
+
+    @property
     def offset(self) -> mx.array:
         """Tokens seen by each sequence, less the padding that is still to come before its first; ``[B]``."""
         return mx.array([token - left for token, left in zip(self.layer.tokens, self._left, strict=True)])
@@ -319,6 +338,12 @@ class BatchDKVCache(DKVCache):
     @classmethod
     def merge(cls, caches: Sequence[DKVCache]) -> BatchDKVCache:
         return DKVCache.merge(caches)
+
+
+def closed(layer: LayerCache) -> LayerCache:
+    """The layer, with what was due closed, as where its state was taken in the midst of drafts."""
+    layer.close(layer.config.window)
+    return layer
 
 
 def _copied(layer: LayerCache, index: Sequence[int]) -> LayerCache:
