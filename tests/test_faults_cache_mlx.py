@@ -262,7 +262,7 @@ def test_c20_a_stored_prompt_is_gone_on_from_with_its_last_token(model, length):
 
 def test_c20_the_hosts_store_of_prompts_never_gives_a_cache_too_long(model):
     """The same kind, through mlx-lm's own store of caches: what cannot be trimmed is not given for a shorter prompt."""
-    for config, trimmed in ((dataclasses.replace(BIG, window=1024), True), (SMALL, False)):
+    for config, trimmed in ((dataclasses.replace(BIG, window=512), True), (SMALL, False)):
         store = mlx_cache.LRUPromptCache()
         cache = filled(model, 100, config)
         made = greedy(model, IDS[0, 100:120], 2, cache)  # then stored, as the server does
@@ -273,6 +273,13 @@ def test_c20_the_hosts_store_of_prompts_never_gives_a_cache_too_long(model):
         if trimmed:
             assert found[0].offset == 79 and len(rest) == 1
             same(feed(model, np.array([rest]), [1], found)[0, 0], logits(0, 80)[-1])
+        if trimmed:  # a copy of a cache that was asked, which then closes blocks
+            grown, rest = store.fetch_nearest_cache("model", [*tokens, *IDS[1, :1024]])
+            feed(model, np.array([rest]), [1000, 24], grown)
+            store.insert_cache("model", [*tokens, *IDS[1, :1024]], grown)
+            assert grown[0].layer.block_counts == [(1146 - 16 - 512) // 256]
+            nearest, rest = store.fetch_nearest_cache("model", [*tokens, *IDS[1, :900]])
+            assert nearest[0].offset == 122 and len(rest) == 900
         longer, rest = store.fetch_nearest_cache("model", [*tokens, 1, 2, 3])
         assert longer[0].offset == 122 and rest == [1, 2, 3]
 
@@ -327,6 +334,16 @@ def test_c28_c29_one_mask_in_every_form_and_no_nan_of_padding(model):
         cache.prepare(left_padding=[300, 0])
         with pytest.raises(NotImplementedError, match="attends causally"):
             attended(cache, q, k, v, mask)
+
+
+def test_c28_padding_on_a_warm_cache_gives_nothing():
+    """The same kind: padding behind the real tokens, over closed blocks."""
+    cache = BatchDKVCache(TINY, batch_size=2)
+    q, k, v = rows(0, 2, 4, 60), rows(1, 2, 2, 60), rows(2, 2, 2, 60)
+    attended(cache, *(x[:, :, :40] for x in (q, k, v)), "causal")
+    cache.prepare(lengths=[3, 20], right_padding=[17, 0])
+    out = np.array(attended(cache, *(x[:, :, 40:] for x in (q, k, v)), "causal"))
+    assert (out[0, :, 3:] == 0).all() and (np.abs(out[0, :, :3]).max((0, 2)) > 0).all() and (out[1] != 0).any()
 
 
 def test_c30_a_batched_mask_goes_over_grouped_heads():
