@@ -223,7 +223,7 @@ def test_chunks_that_do_not_fit_are_refused_before_anything_is_stored() -> None:
         ((q[:, :, :2], k, v), ValueError, "q must have shape"),
         ((q[:, :3], k, v), ValueError, "q must have a multiple of 2 heads"),
         ((q, k.half(), v.half()), TypeError, "k must have the cache's dtype float32, got float16"),
-        ((q, k, v.bfloat16()), TypeError, "v must have the cache's dtype float32, got bfloat16"),
+        ((q, k, v.bfloat16()), TypeError, r"v must have the dtype of k \(float32\), got bfloat16"),
     ):
         with pytest.raises(kinds, match=message):
             layer.attend(*wrong)
