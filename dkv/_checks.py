@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,16 @@ def check_count(name: str, value: Any, low: int = 0, optional: bool = False) -> 
         raise TypeError(f"{name} must be an int, got {value!r:.200}")
     if value < low:
         raise ValueError(f"{name} must be {low} or more, got {value}")
+
+
+def whole_number(name: str, value: Any) -> int:
+    """A number of any integer type as an int; bools are none, nor are floats."""
+    if type(value) is bool or str(getattr(value, "dtype", "")).endswith("bool"):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an int, got {value!r}") from error
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

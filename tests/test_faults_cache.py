@@ -238,3 +238,57 @@ def test_a_hybrid_cache_loads_whole_or_not_at_all(ids, tmp_path):
     with pytest.raises(ValueError, match="must hold keys and values"):
         other.load(str(path))
     assert [other.get_seq_length(layer) for layer in range(4)] == [30] * 4
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_cache_saved_in_the_midst_of_drafts_goes_on_alike(model, ids, tmp_path, kind):
+    """Its newest chunk has not closed what it made due, and bounded layers hold more rows than they need."""
+    model = model if kind == "llama" else _hybrid()
+    cache = DKVCache(model)
+    cache.activate_past_recording()
+    model(ids[:1, :81], past_key_values=cache)
+    cache.save(str(tmp_path / "cache"))
+    twin = DKVCache(model).load(str(tmp_path / "cache"))
+    assert twin.dkv_layers[0].block_counts == [3] and cache.dkv_layers[0].block_counts == [0]
+    first, second = (model(ids[:1, 81:99], past_key_values=each).logits for each in (cache, twin))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("first", [0, 20])
+def test_a_hybrid_step_cut_short_in_any_layer_is_noticed(ids, layer, first):
+    """Bounded layers had seen the cut step and full ones had not, or the other way round; positions were then wrong."""
+    model = _hybrid()
+    cache = DKVCache(model)
+    if first:
+        model(ids[:1, :first], past_key_values=cache)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[layer].self_attn.q_proj.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:1, first : first + 4], past_key_values=cache)
+    hook.remove()
+    if layer == 0:  # nothing was stored yet
+        out = model(ids[:1, first : first + 4], past_key_values=cache).logits
+        torch.testing.assert_close(out, dense_logits(model, ids[:1, : first + 4])[:, first:], atol=1e-4, rtol=0)
+    else:
+        with pytest.raises(RuntimeError, match="different tokens"):
+            model(ids[:1, first : first + 4], past_key_values=cache)
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it(model, ids):
+    with torch.inference_mode():
+        cache = DKVCache(model)
+        model(ids[:, :60], past_key_values=cache)
+    out = torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in ((60, 61), (61, 90))], dim=1)
+    torch.testing.assert_close(out, dense_logits(model, ids[:, :90])[:, 60:], atol=1e-4, rtol=0)
+
+
+def test_layers_that_share_keys_are_refused_at_once():
+    shape = SHAPE | {"num_hidden_layers": 4, "intermediate_size": [64] * 4, "head_dim": 16, "sliding_window": 7}
+    types = ["sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma3nTextConfig(**shape, layer_types=types, num_kv_shared_layers=2)
+    with pytest.raises(NotImplementedError, match="share keys and values"):
+        DKVCache(config, EXACT)

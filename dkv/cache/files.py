@@ -25,6 +25,7 @@ def save_cache(cache: Any, path: str | os.PathLike[str]) -> None:
             seen = int(layer.get_seq_length()) if layer.is_initialized else 0
             layers.append({"kind": type(layer).__name__, "seen": seen})
             held = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+            held = {name: rows[:, :, max(0, rows.shape[2] - _bound(layer, seen)) :] for name, rows in held.items()}
         else:
             layers.append({"kind": "DKVLayer", **{name: getattr(state, name) for name in LENGTHS}})
             held = state.tensors()
@@ -107,6 +108,11 @@ def _check_rows(rows: Any, expected: tuple[int, int], dtype: Any, where: str) ->
         raise ValueError(f"{where} has rows of {rows.dtype}, the model computes in {dtype}")
 
 
+def _bound(layer: Any, seen: int) -> int:
+    """Rows that a layer of transformers needs to go on; it may hold more while drafts are taken back."""
+    return seen if getattr(layer, "sliding_window", None) is None else min(seen, layer.sliding_window - 1)
+
+
 def _seen(layer: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) -> int:
     """Tokens that a bounded layer of transformers has seen, its parts checked against it."""
     seen = entry.get("seen")
@@ -114,8 +120,8 @@ def _seen(layer: Any, entry: dict[str, Any], parts: dict[str, Any], where: str) 
         raise ValueError(f"{where} must say how many tokens it has seen, got {seen!r} with {sorted(parts)}")
     if not parts:
         return 0
-    stored = seen if getattr(layer, "sliding_window", None) is None else min(seen, layer.sliding_window - 1)
-    if set(parts) != {"keys", "values"} or any(part.ndim != 4 or part.shape[2] < stored for part in parts.values()):
+    stored = _bound(layer, seen)
+    if set(parts) != {"keys", "values"} or any(part.ndim != 4 or part.shape[2] != stored for part in parts.values()):
         raise ValueError(f"{where} must hold keys and values of {stored} tokens, got {sorted(parts)}")
     if parts["keys"].shape[:3] != parts["values"].shape[:3] or parts["keys"].dtype != parts["values"].dtype:
         raise ValueError(f"{where}: keys and values do not fit each other")

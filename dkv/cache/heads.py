@@ -25,6 +25,11 @@ def one_group(config: DKVConfig, num_kv_heads: int) -> tuple[HeadGroup, ...]:
     return (HeadGroup(tuple(range(num_kv_heads)), config),)
 
 
+def codec_of(group: HeadGroup) -> tuple[object, ...]:
+    """What decides how a group's blocks are stored."""
+    return group.heads, None if group.config is None else group.config.block_format, group.channel_weight
+
+
 def by_choice(heads: Sequence[int], chosen: Sequence[bool]) -> list[tuple[bool, tuple[int, ...]]]:
     """Places among ``heads`` of those that are ``chosen``, and of those that are not, where there are any."""
     parts = [(wanted, tuple(i for i, head in enumerate(heads) if chosen[head] == wanted)) for wanted in (True, False)]

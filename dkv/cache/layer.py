@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dkv.cache.chunks import check_chunk
 from dkv.cache.closing import close_blocks
-from dkv.cache.heads import check_groups, one_group, pick, put_back
+from dkv.cache.heads import check_groups, codec_of, one_group, pick, put_back
 from dkv.cache.lengths import check_crop, check_room
 from dkv.cache.pool import cut_blocks, with_counts
 from dkv.cache.prefill import FEWEST_QUERIES, Past, alike, attend_past, dense_causal
@@ -53,6 +54,8 @@ class LayerCache:
         Closed blocks of each sequence that have left for good, by the config's ``when_full``.
     blocks : tuple of CompressedBlocks
         Those of each stored group; empty while no block is closed.
+    rewinds : bool
+        Whether the newest chunk can always be cropped: what it makes due then closes only as the next one comes.
     visited, visible : int
         Key blocks that query blocks attended in block-sparse prefill, and those that they could see.
     k_rows, v_rows : Tensor [B, Hkv, capacity, D or Dv] or None
@@ -64,6 +67,7 @@ class LayerCache:
     ) -> None:
         self.config = config
         self.groups: tuple[HeadGroup, ...] | None = None
+        self.rewinds = False
         self.reset()
         self.configure(config, groups, selects)
 
@@ -83,7 +87,7 @@ class LayerCache:
             assert self.k_rows is not None
             heads = self.k_rows.shape[1]
             now, then = (
-                [_codec(group) for group in each or one_group(own, heads)]
+                [codec_of(group) for group in each or one_group(own, heads)]
                 for each, own in ((self.groups, self.config), (groups, config))
             )
             if now != then:
@@ -186,8 +190,8 @@ class LayerCache:
         ----------
         q : Tensor [B, Hq, n, D]
         k, v : Tensor [B, Hkv, n, D or Dv]
-        padding : Tensor [B, n], bool, optional
-            False where a position is padding; it is not stored and its output means nothing.
+        padding : Tensor [B or 1, n], bool, optional
+            False where a position is padding; it is not stored and its output is 0.
         sm_scale, softcap, sink
             As in :func:`dkv.exact_attention`.
 
@@ -195,6 +199,10 @@ class LayerCache:
         -------
         Tensor [B, Hq, n, Dv]
         """
+        check_chunk(self, q, k, v, padding)
+        padding = None if padding is None or bool(padding.all()) else padding.expand(q.shape[0], -1)
+        if self.rewinds:
+            self.close(self.config.window)
         scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
         fresh = self.offset == 0
         last = self._append(k, v, padding)
@@ -212,8 +220,9 @@ class LayerCache:
         if self._sparse(q.shape[2]):
             out = torch.nn.functional.pad(out, (0, 0, 0, q.shape[2] - dense))
             self._attend_sparsely(out, q, padding, scale, softcap, sink)
-        self.close(self.config.window)
-        return out
+        if not self.rewinds:
+            self.close(self.config.window)
+        return out if padding is None else torch.where(padding[:, None, :, None], out, out.new_zeros(()))
 
     def _sparse(self, length: int) -> bool:
         return length > 1 and self.config.chunk_top_k is None and max(self.tokens) > self.config.prefill_dense_below
@@ -385,11 +394,6 @@ class LayerCache:
             raise ValueError(f"k must have the cache's batch size {self.batch_size}, got {batch}")
         if self.groups is not None and sum(len(group.heads) for group in self.groups) != k.shape[1]:
             raise ValueError(f"k must have the kv heads of {[list(g.heads) for g in self.groups]}, got {k.shape[1]}")
-        for name, held, new in (("k", self.k_rows, k), ("v", self.v_rows, v)):
-            if held is not None and held.dtype != new.dtype:
-                raise TypeError(f"{name} must have the cache's dtype {held.dtype}, got {new.dtype}")
-        if padding is not None:
-            padding = None if bool(padding.all()) else padding.expand(batch, -1)
         self.check_room(k, padding)
         if not self.tokens:
             self.tokens, self.rows, self.block_counts, self.dropped = ([0] * batch for _ in range(4))
@@ -436,7 +440,9 @@ class LayerCache:
 
     def _grow(self, k: Tensor, v: Tensor, needed: int) -> None:
         """Make room for ``needed`` rows; buffers are never shared with what the caller holds."""
-        if self.k_rows is not None and self.k_rows.shape[2] >= needed:
+        held = self.k_rows
+        sealed = held is not None and held.is_inference() and not torch.is_inference_mode_enabled()
+        if held is not None and not sealed and held.shape[2] >= needed:
             return
         room = self.config.block_size
         capacity = -(-needed // room) * room
@@ -511,11 +517,6 @@ class LayerCache:
 def _part_of(part: Tensor, sequences: slice, count: int) -> Tensor:
     """What some sequences have of a part of blocks, of their first ``count``."""
     return part[sequences] if part.ndim == 1 else part[sequences, :count]
-
-
-def _codec(group: HeadGroup) -> tuple[object, ...]:
-    """What decides how a group's blocks are stored."""
-    return group.heads, None if group.config is None else group.config.block_format, group.channel_weight
 
 
 def _resized(buffer: Tensor | None, like: Tensor, capacity: int) -> Tensor:

@@ -53,6 +53,8 @@ class LayerCache:
         Closed blocks of each sequence that have left for good, by the config's ``when_full``.
     blocks : tuple of CompressedBlocks
         Those of each stored group; empty while no block is closed.
+    rewinds : bool
+        Whether the newest chunk can always be cropped: what it makes due then closes only as the next one comes.
     k_rows, v_rows : array [B, Hkv, capacity, D or Dv] or None
         Exact rows; those beyond ``rows`` are spare room.
     """
@@ -69,6 +71,7 @@ class LayerCache:
         self.config = config
         self.groups = None if groups is None else tuple(map(_stored, check_groups(groups, config)))
         self.selects = None if selects is None else tuple(selects)
+        self.rewinds = False
         self.reset()
 
     def reset(self, batch_size: int = 0) -> None:
@@ -158,6 +161,8 @@ class LayerCache:
                     f"{name} must be as the cache's: {held.shape[1]} heads of {held.shape[3]} channels, {held.dtype}; "
                     f"got {heads} of {new.shape[3]}, {new.dtype}"
                 )
+        if self.rewinds and self.tokens:
+            self.close(self.config.window)
         added = [length] * batch if spans is None else [count for _, count in spans]
         lengths = (self.tokens, self.rows, self.block_counts) if self.tokens else ([0] * batch,) * 3
         check_room(self.config, *lengths, added)
@@ -191,17 +196,20 @@ class LayerCache:
     ) -> mx.array:
         """Attend the newest rows' queries ``q [B, Hq, n, D]`` causally to everything seen, then close what is due.
 
-        ``spans`` are those that the rows were appended with; the output of padding means nothing.
+        ``spans`` are those that the rows were appended with; the output of padding is 0.
         """
         scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-        if spans is None and len(set(self.rows)) == 1:
+        if spans is None and len(set(self.rows)) == 1 and len(set(self.tokens)) == 1:
             out = self._attend_even(q, scale, sink)
         else:
             length = q.shape[2]
             shift = [0] * self.batch_size if spans is None else [length - first - count for first, count in spans]
             # the last real query stands at the last row, so that causality is the plain one
             out = _rolled(self._attend_uneven(_rolled(q, shift), spans, scale, sink), [-each for each in shift])
-        self.close(self.config.window)
+        if spans is not None:
+            out = mx.where(real_positions(spans, q.shape[2])[:, None, :, None], out, mx.array(0, dtype=out.dtype))
+        if not self.rewinds:
+            self.close(self.config.window)
         return out
 
     def _sparse_queries(self, length: int, tokens: int) -> int:
@@ -271,6 +279,7 @@ class LayerCache:
         lens = mx.array(self.rows) if len(set(self.rows)) > 1 or spans is not None else None
         if not self.blocks:
             return _exact(q, k, v, lens, scale, sink)
+        even = len(set(self.block_counts)) == 1
         groups, blocks_of = self.head_groups(), iter(self.blocks)
         heads_kv, heads_q = k.shape[1], q.shape[1]
         outs = []
@@ -280,7 +289,7 @@ class LayerCache:
             blocks = None if config is None else next(blocks_of)
             if config is None or blocks is None:
                 outs.append(_exact(own_q, own_k, own_v, lens, scale, own_sink))
-            elif length >= REBUILT_FROM and config.chunk_top_k is None and lens is None:
+            elif length >= REBUILT_FROM and config.chunk_top_k is None and lens is None and even:
                 rebuilt = _ops("compress").reconstruct_blocks(blocks)
                 every_k, every_v = (mx.concatenate([a, b], axis=2) for a, b in zip(rebuilt, (own_k, own_v)))
                 outs.append(_exact(own_q, every_k, every_v, None, scale, own_sink))
@@ -431,14 +440,23 @@ def _ops(name: str) -> ModuleType:
     return op_module("mlx", name)
 
 
+def real_positions(spans: Spans, length: int) -> mx.array:
+    """Which positions of a padded chunk hold tokens, bool ``[B, length]``."""
+    first, count = (mx.array(values)[:, None] for values in zip(*spans, strict=True))
+    return (mx.arange(length) >= first) & (mx.arange(length) < first + count)
+
+
 def _exact(
     q: mx.array, k: mx.array, v: mx.array, lens: mx.array | None, scale: float, sink: mx.array | None
 ) -> mx.array:
     """Attention over plain rows, causal and bottom-right aligned; mlx's own where all sequences are as long."""
     if lens is not None:
         return _ops("decode").exact_attention(q, k, v, True, lens, None, None, sink, scale)[0]
-    mask = "causal" if q.shape[2] > 1 else None
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sink)
+    mask, dtype = "causal" if q.shape[2] > 1 else None, q.dtype
+    if dtype != mx.float32 and mx.default_device().type == mx.DeviceType.cpu:  # where mlx would round every step
+        q, k, v = (x.astype(mx.float32) for x in (q, k, v))
+        sink = None if sink is None else sink.astype(mx.float32)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sink).astype(dtype)
 
 
 def _rolled(x: mx.array, shifts: Sequence[int]) -> mx.array:

@@ -35,7 +35,7 @@ def state_of(layer: LayerCache) -> dict[str, Any]:
     for index, group in enumerate(groups or ()):
         if group.channel_weight is not None:
             state[f"weight{index}"] = mx.array(group.channel_weight, dtype=mx.float32)
-    if layer.k_rows is not None and layer.v_rows is not None:
+    if layer.k_rows is not None and layer.v_rows is not None and any(layer.tokens):
         stored = max(layer.rows)
         state["k_rows"], state["v_rows"] = layer.k_rows[:, :, :stored], layer.v_rows[:, :, :stored]
     for index, blocks in enumerate(layer.blocks):

@@ -16,11 +16,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_cache
 
-from dkv._checks import check_count, check_format, dtype_name
+from dkv._checks import check_count, check_format, dtype_name, whole_number
 from dkv.cache.mlx_layer import LayerCache, Spans, joined
 from dkv.config import DKVConfig, HeadGroup
 from dkv.integrations import _mlx_hook as hook
 from dkv.integrations._mlx_files import load_prompt_cache, save_prompt_cache
+from dkv.integrations._mlx_masks import causal_mask, says_causal
 from dkv.integrations._mlx_state import layer_of, state_of
 
 PROBE_TOKENS = 2
@@ -48,6 +49,7 @@ class DKVCache(mlx_cache._BaseCache):
 
     def _take(self, layer: LayerCache) -> None:
         self.layer = layer
+        self._may_rewind = False  # whether the newest chunk can be taken back although blocks are closed
         self._awaited: tuple[int, Spans | None] | None = None  # a chunk's tokens, stored and not attended yet
 
     # appending and attending
@@ -90,18 +92,18 @@ class DKVCache(mlx_cache._BaseCache):
         self._check_mask(mask, queries.shape[2])
         spans = self._awaited[1]
         out = self.layer.attend(queries, spans, scale, sinks)
-        self._awaited = None
+        self._awaited, self._may_rewind = None, self.layer.rewinds
         return out
 
     def _check_mask(self, mask: mx.array | str | None, length: int) -> None:
         """Attention is causal, whatever the mask says; so it must say that."""
         if (mask is None and length == 1) or (isinstance(mask, str) and mask == "causal"):
             return
-        if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and not isinstance(self, BatchDKVCache):
-            causal = mlx_cache.create_causal_mask(length, self.offset - length)
-            if mask.shape[-2:] == causal.shape and bool(mx.all(mask == causal)):
-                return
-        raise NotImplementedError("a DKV cache attends causally; this model gave its attention another mask")
+        assert self._awaited is not None
+        spans = self._awaited[1] or [(0, length)] * self.layer.batch_size
+        before = [tokens - count for tokens, (_, count) in zip(self.layer.tokens, spans, strict=True)]
+        if not isinstance(mask, mx.array) or not says_causal(mask, before, spans, length):
+            raise NotImplementedError("a DKV cache attends causally; this model gave its attention another mask")
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """mlx-lm's causal mask; ``window_size`` is refused, as a sliding window needs no compressed cache."""
@@ -113,6 +115,12 @@ class DKVCache(mlx_cache._BaseCache):
 
     def size(self) -> int:
         return max(self.layer.tokens, default=0)
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def __bool__(self) -> bool:
+        return True  # hosts ask whether there is a cache, not whether it holds anything
 
     def empty(self) -> bool:
         return self.layer.k_rows is None
@@ -150,7 +158,7 @@ class DKVCache(mlx_cache._BaseCache):
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._take(layer_of(state))
+        self._take(closed(layer_of(state)))
 
     @property
     def meta_state(self) -> str:
@@ -165,12 +173,25 @@ class DKVCache(mlx_cache._BaseCache):
     # surgery
 
     def is_trimmable(self) -> bool:
-        """Whether any number of tokens can be trimmed: some are held and no block is closed.
+        """Whether any number of tokens can be trimmed: while no block is closed.
 
-        An empty cache says no, so that mlx-lm refuses speculative decoding at its start: a block that closes later
-        could not be given back.
+        A host that drafts tokens asks this first, and then once after every chunk, to take rejected ones back; a no
+        would make it go on with them. So from the first yes on the newest chunk can be taken back, as what it makes due
+        closes only when the next one comes, and the first answer after a chunk stays yes. A copy was never asked.
         """
-        return any(self.layer.tokens) and not any(self.layer.block_counts)
+        if not any(self.layer.block_counts):
+            self.layer.rewinds = True
+            return True
+        answer, self._may_rewind = self._may_rewind, False
+        return answer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DKVCache:
+        twin: DKVCache = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        twin.layer.rewinds = twin._may_rewind = False
+        return twin
 
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` tokens; how many were forgotten.
@@ -180,6 +201,7 @@ class DKVCache(mlx_cache._BaseCache):
         ValueError
             When one of them lies in a closed block. Nothing was changed then.
         """
+        n = whole_number("n", n)
         check_count("n", n)
         return self.layer.crop(n)
 
@@ -189,6 +211,8 @@ class DKVCache(mlx_cache._BaseCache):
     @classmethod
     def merge(cls, caches: Sequence[DKVCache]) -> BatchDKVCache:
         """One batch of several single sequences."""
+        if not caches:
+            raise ValueError("caches to merge must be one or more, got none")
         layers = []
         for cache in caches:
             if not isinstance(cache, DKVCache) or cache.layer.batch_size > 1:
@@ -226,6 +250,27 @@ class BatchDKVCache(DKVCache):
         super()._take(layer)
         self._left = [0] * layer.batch_size  # padding that comes first
         self._real: list[int] | None = None  # real tokens that come before padding
+
+    @property
+    def state(self) -> dict[str, mx.array]:
+        """As of :class:`DKVCache`, and the padding that is still to come, where there is any."""
+        self._check_settled()
+        coming = {"left_padding": self._left if any(self._left) else None, "lengths": self._real}
+        return state_of(self.layer) | {name: mx.array(each) for name, each in coming.items() if each is not None}
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        parts = dict(state) if isinstance(state, dict) else state
+        coming = [parts.pop(name, None) if isinstance(parts, dict) else None for name in ("left_padding", "lengths")]
+        layer = closed(layer_of(parts))
+        for each in coming:
+            if each is not None and (each.dtype != mx.int32 or each.shape != (layer.batch_size,)):
+                raise ValueError(
+                    f"padding in the state must be int32 [{layer.batch_size}], got {each.dtype} {each.shape}"
+                )
+        self._take(layer)
+        self._left = self._left if coming[0] is None else coming[0].tolist()
+        self._real = None if coming[1] is None else coming[1].tolist()
 
     @property
     def offset(self) -> mx.array:
@@ -270,14 +315,18 @@ class BatchDKVCache(DKVCache):
             self._real = [real - count for real, (_, count) in zip(self._real, spans, strict=True)]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """No array: the padding is known here."""
-        if window_size is not None or return_array:
-            raise NotImplementedError("a batch of DKV caches attends causally and gives no mask array or window")
-        return "causal" if N > 1 else None
+        """An array, where asked for, has every sequence's tokens, right-justified, and the chunk after them."""
+        if window_size is not None:
+            raise NotImplementedError(f"a full-attention layer asked for a sliding window of {window_size} tokens")
+        if not return_array:
+            return "causal" if N > 1 else None
+        spans = [(min(left, N), N - min(left, N)) for left in self._left]
+        return causal_mask(self.layer.tokens, spans, N, self.size() + N)
 
     def filter(self, batch_indices: Any) -> None:
         """Keep the sequences of these indices, in place."""
-        keep = [int(index) for index in (batch_indices.tolist() if hasattr(batch_indices, "tolist") else batch_indices)]
+        indices = batch_indices.tolist() if hasattr(batch_indices, "tolist") else batch_indices
+        keep = [whole_number("batch_indices", index) for index in indices]
         self.layer.select(keep)
         self._left = [self._left[index] for index in keep]
         if self._real is not None:
@@ -302,6 +351,12 @@ class BatchDKVCache(DKVCache):
     @classmethod
     def merge(cls, caches: Sequence[DKVCache]) -> BatchDKVCache:
         return DKVCache.merge(caches)
+
+
+def closed(layer: LayerCache) -> LayerCache:
+    """The layer, with what was due closed, as where its state was taken in the midst of drafts."""
+    layer.close(layer.config.window)
+    return layer
 
 
 def _copied(layer: LayerCache, index: Sequence[int]) -> LayerCache:

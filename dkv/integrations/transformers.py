@@ -8,30 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    get_layer_types_and_kwargs,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dkv._checks import check_format
+from dkv._checks import check_count, check_format
 from dkv.cache import LayerCache
 from dkv.cache.files import load_cache, save_cache
 from dkv.cache.turns import Turn
 from dkv.config import DKVConfig, HeadGroup
+from dkv.integrations._guards import fit_prompt, sequence_numbers, tokens_to_drop
+from dkv.integrations._masks import SeenLength, attention_mask, padding_of
 from dkv.kernels.torch.decode import capped, softmax_with_sink
 
 NAME = "dkv"
 FULL_ATTENTION = "full_attention"
-
-
-class _SeenLength(int):
-    """A key length that a DKV layer reported: the mask function then keeps the padding mask, not a square one."""
 
 
 def attach(model: PreTrainedModel, config: DKVConfig | None = None) -> PreTrainedModel:
@@ -61,6 +66,8 @@ def attach(model: PreTrainedModel, config: DKVConfig | None = None) -> PreTraine
         model._dkv_before = "sdpa" if before == NAME else before  # another model attached a config that both share
     model.set_attn_implementation(NAME)
     model._dkv_config = config
+    if hasattr(type(model), "generate"):
+        model.generate = types.MethodType(_generate, model)  # a method, so that a deep copy has its own
     return model
 
 
@@ -69,7 +76,17 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(model, "_dkv_config", None) is not None:
         model.set_attn_implementation(model._dkv_before)
         del model._dkv_config, model._dkv_before
+        vars(model).pop("generate", None)
     return model
+
+
+def _generate(self: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """As the model's class generates; a prompt that a :class:`DKVCache` has seen whole has its last token computed."""
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if isinstance(cache, DKVCache):
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        fit_prompt(cache, ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+    return type(self).generate(self, inputs, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -87,7 +104,13 @@ def attending(model: PreTrainedModel, name: str, function: Callable[..., Any]) -
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """The kind of every layer of a model, and what its cache of transformers takes."""
-    kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    text = config.get_text_config(decoder=True)
+    shared = zip(getattr(text, "layer_types", None) or (), getattr(text, "kv_sharing_modes", None) or ())
+    if (FULL_ATTENTION, "reuse") in shared:
+        raise NotImplementedError(
+            "full-attention layers of this model share keys and values, which dkv does not follow"
+        )
+    kinds, settings = get_layer_types_and_kwargs(text)
     if FULL_ATTENTION not in kinds:
         raise ValueError(f"the model has no full-attention layer to compress; its layers are {sorted(set(kinds))}")
     return kinds, settings
@@ -171,7 +194,9 @@ class DKVLayer(CacheLayerMixin):
         return pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return _SeenLength(self.state.offset + query_length), 0
+        length = SeenLength(self.state.offset + query_length)
+        length.padded = self.state.real is not None
+        return length, 0
 
     def get_seq_length(self) -> int:
         return self.state.offset
@@ -185,18 +210,25 @@ class DKVLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
-            raise TypeError(f"tokens_to_remove must be an int, got {tokens_to_remove!r}")
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove must be 0 or negative, as in transformers, got {tokens_to_remove}")
-        self.state.crop(-tokens_to_remove)
+        self.state.crop(tokens_to_drop(tokens_to_remove))
+
+    @property
+    def record_past(self) -> bool:
+        return self.state.rewinds
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.state.rewinds = value
+
+    def activate_past_recording(self) -> None:
+        """As transformers asks before it drafts tokens: the newest chunk can then be cropped, whatever it makes due."""
+        self.record_past = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.state.select(beam_idx)
+        self.state.select(sequence_numbers(beam_idx, self.state.batch_size))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.state.batch_size:
-            self.state.select(torch.arange(self.state.batch_size)[torch.as_tensor(indices).cpu()])
+        self.state.select(sequence_numbers(indices, self.state.batch_size, mask=True))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.state.select(torch.arange(self.state.batch_size).repeat_interleave(repeats))
@@ -205,6 +237,15 @@ class DKVLayer(CacheLayerMixin):
         raise NotImplementedError("a DKVCache does not offload its layers")
 
     prefetch = offload
+
+
+def _shallow(layer: Any) -> Any:
+    """A copy whose parts may be bound anew; recurrent layers hold theirs in dicts."""
+    twin = copy.copy(layer)
+    vars(twin).update({name: copy.copy(value) for name, value in vars(twin).items() if isinstance(value, dict)})
+    if isinstance(twin, DKVLayer):
+        twin.state = copy.copy(twin.state)
+    return twin
 
 
 class DKVCache(Cache):
@@ -282,17 +323,24 @@ class DKVCache(Cache):
                 self._turn.check_told(own[0].state.offset)
                 if layer is not own[0]:  # it changes before a layer that may be full
                     own[0].state.check_room(key_states)
-            if isinstance(layer, DKVLayer):
-                if layer is own[0]:
-                    in_step = len({one.state.offset for one in own}) == 1 and not any(one.pending for one in own)
-                else:
-                    in_step = own[0].state.offset == layer.state.offset + key_states.shape[2]
-                if not in_step:
-                    raise RuntimeError(
-                        "the layers of this DKVCache have seen different tokens, as after an interrupted step: "
-                        "reset() it, or go on from a copy made before"
-                    )
+            if isinstance(layer, DKVLayer) and not self._in_step(own, layer_idx, key_states.shape[2]):
+                raise RuntimeError(
+                    "the layers of this DKVCache have seen different tokens, as after an interrupted step: "
+                    "reset() it, or go on from a copy made before"
+                )
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _in_step(self, own: Sequence[DKVLayer], layer_idx: int, length: int) -> bool:
+        """Whether all layers have seen the same tokens, but for a chunk of ``length`` that has come to this one."""
+        layer = self.layers[layer_idx]
+        if layer is not own[0]:
+            return bool(own[0].state.offset == layer.state.offset + length)
+        offset = own[0].state.offset
+        return all(one.state.offset == offset and not one.pending for one in own) and all(
+            other.get_seq_length() == offset + (length if index < layer_idx else 0)
+            for index, other in enumerate(self.layers)
+            if isinstance(other, CacheLayerMixin) and not isinstance(other, DKVLayer)
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._turn.tell(super().get_seq_length(layer_idx))
@@ -324,29 +372,48 @@ class DKVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As in transformers; refuses before any layer changes when a layer cannot give back what it would have to."""
+        tokens_to_remove = -tokens_to_drop(tokens_to_remove)
         with self._turn.taken():
+            if not self.is_filled:
+                return
+            if -tokens_to_remove >= self.get_seq_length():  # all of it: the next tokens may be of another batch
+                self.reset()
+                return
             for layer in self.layers:
-                trial = copy.copy(layer)
-                if isinstance(trial, DKVLayer):
-                    trial.state = copy.copy(trial.state)
-                trial.crop(tokens_to_remove)  # crop only rebinds, so the layer itself stays as it is
+                _shallow(layer).crop(tokens_to_remove)  # crop only rebinds, so the layer itself stays as it is
             super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         with self._turn.taken():
             super().reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        with self._turn.taken():
-            super().reorder_cache(beam_idx)
+    @property
+    def is_filled(self) -> bool:
+        """Whether any token was seen."""
+        return any(state.offset for state in self.dkv_layers)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        with self._turn.taken():
-            super().batch_repeat_interleave(repeats)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make the batch the sequences of ``beam_idx``, repeats allowed; nothing on an empty cache."""
+        self._select(beam_idx, mask=False)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """As :meth:`reorder_cache`; ``indices`` may also be a bool for every sequence."""
+        self._select(indices, mask=True)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence in place."""
+        check_count("repeats", repeats)
+        self._select(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats), mask=False)
+
+    def _select(self, index: Any, mask: bool) -> None:
+        if not self.is_filled:
+            return
+        picked = sequence_numbers(index, self.batch_size, mask)
         with self._turn.taken():
-            super().batch_select_indices(indices)
+            if len(picked):
+                super().reorder_cache(picked)
+            else:
+                self.reset()
 
     @property
     def nbytes(self) -> int:
@@ -376,11 +443,23 @@ class DKVCache(Cache):
     @property
     def _other_nbytes(self) -> int:
         others = [layer for layer in self.layers if not isinstance(layer, DKVLayer)]
-        held = [part for layer in others for part in (getattr(layer, "keys", None), getattr(layer, "values", None))]
-        return sum(part.nbytes for part in held if part is not None)
+        held = [part for layer in others for name, part in vars(layer).items() if not name.startswith("_")]
+        parts = [part for each in held for part in (each.values() if isinstance(each, dict) else [each])]
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
     def save(self, path: str) -> None:
-        """Write the cache to a versioned safetensors file with a checksum, through an atomic rename."""
+        """Write the cache to a versioned safetensors file with a checksum, through an atomic rename.
+
+        Raises
+        ------
+        NotImplementedError
+            When a layer of the model keeps no keys and values, as recurrent ones.
+        """
+        other = next((layer for layer in self.layers if not isinstance(layer, (DKVLayer, DynamicLayer))), None)
+        if other is not None:
+            raise NotImplementedError(
+                f"a cache with a {type(other).__name__} is not saved: it holds no keys and values"
+            )
         with self._turn.taken():
             save_cache(self, path)
 
@@ -394,35 +473,8 @@ class DKVCache(Cache):
         """
         with self._turn.taken():
             load_cache(self, path, device)
+            self.compress()  # what was due where the file was written in the midst of drafts
         return self
-
-
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The padding mask ``[B, kv_length]`` for a DKV layer (None without padding), transformers' own for any other."""
-    if not isinstance(kv_length, _SeenLength):
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip,
-            **kwargs,
-        )
-    if not allow_is_causal_skip:
-        raise NotImplementedError("DKVCache attends causally; this model asked for another mask pattern")
-    if attention_mask is None:
-        return None
-    if attention_mask.shape[-1] < kv_length:
-        raise ValueError(f"attention_mask must cover {int(kv_length)} positions, got {attention_mask.shape[-1]}")
-    mask = attention_mask[:, :kv_length].bool()
-    return None if bool(mask.all()) else mask
 
 
 def attention_forward(
@@ -451,46 +503,9 @@ def attention_forward(
         raise NotImplementedError("a full-attention layer asked for a sliding window; DKVCache cannot tell which it is")
     with layer.turn.goes_on(layer.ends_step):
         k, v = layer.take()
-        padding = _padding(attention_mask, layer.state, query.shape[2])
+        padding = padding_of(attention_mask, layer.state, query.shape[2])
         out = layer.state.attend(query, k, v, padding=padding, sm_scale=scaling, softcap=softcap, sink=s_aux)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _padding(mask: Tensor | None, state: LayerCache, length: int) -> Tensor | None:
-    """The chunk's columns of the padding mask, ``[B, length]``.
-
-    A prepared 4-D mask must be causal with padding; no mask may hide or show a stored position other than it was.
-    """
-    if mask is None:
-        return None
-    offset = state.offset
-    if mask.ndim == 4:
-        keep = _kept(mask)
-        if keep.shape[1:] != (1, length, offset + length):
-            raise ValueError(f"attention_mask must be [B, 1, {length}, {offset + length}], got {list(mask.shape)}")
-        keep = keep[:, 0]
-        new = keep[:, :, offset:].diagonal(dim1=1, dim2=2)  # a real position sees itself
-        past = (keep[:, :, :offset] & new[:, :, None]).any(1)
-        if not bool(new.any(1).all()):  # a sequence of padding alone tells nothing of its past
-            past = torch.where(new.any(1, keepdim=True), past, True if state.real is None else state.real)
-        mask = torch.cat([past, new], dim=1)
-        causal = torch.ones(length, offset + length, dtype=torch.bool, device=mask.device).tril(offset)
-        if bool(((keep != (causal & mask[:, None])) & new[:, :, None]).any()):
-            raise NotImplementedError("DKVCache takes causal masks with padding only; this 4-D mask is another pattern")
-    stored = mask[:, :offset]
-    if not bool((stored if state.real is None else stored == state.real).all()):
-        raise NotImplementedError("attention_mask differs from the padding these positions were stored with")
-    return mask[:, offset : offset + length]
-
-
-def _kept(mask: Tensor) -> Tensor:
-    """An additive mask (0 keeps, the dtype's minimum or -inf drops) or a boolean one as booleans, True keeps."""
-    if mask.dtype == torch.bool:
-        return mask
-    dropped = mask <= torch.finfo(mask.dtype).min / 2
-    if not bool((dropped | (mask == 0)).all()):
-        raise NotImplementedError("DKVCache takes masks that keep or drop; this one adds a bias to the logits")
-    return ~dropped
 
 
 def _dense(
