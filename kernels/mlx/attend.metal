@@ -1,6 +1,9 @@
 // The value side of decode: the running softmax of ROWS rows of queries, and sums over the rows of a tile. Every thread
 // knows the peaks; its sums are those of its channels, or of its rank, over its part of the rows.
 
+// Of all weights: so many rows of the largest numbers may be summed before they are divided by the sum of the weights
+static constant constexpr const float SHRINK = 0x1p-16f;
+
 // Weights of a tile from each thread's logits -> weights [TILE, ROWS], negative where the thread has no row. What was
 // summed so far is to be multiplied by keep [ROWS].
 template <int ROWS>
@@ -22,7 +25,7 @@ inline void tile_weights(
     const float base = top == -INFINITY ? 0.0f : top;
     keep[m] = metal::precise::exp(peak[m] - base);
     peak[m] = top;
-    weights[index * ROWS + m] = live ? metal::precise::exp(logits[m] - base) : -1.0f;
+    weights[index * ROWS + m] = live ? metal::precise::exp(logits[m] - base) * SHRINK : -1.0f;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -36,7 +39,7 @@ inline void join_one(
     const float top = metal::max(peak[m], logits[m]);
     const float base = top == -INFINITY ? 0.0f : top;
     const float keep = metal::precise::exp(peak[m] - base);
-    const float weight = first_part ? metal::precise::exp(logits[m] - base) : 0.0f;
+    const float weight = first_part ? metal::precise::exp(logits[m] - base) * SHRINK : 0.0f;
     peak[m] = top;
     total[m] = total[m] * keep + weight;
     for (int j = 0; j * TILE < WIDTH; j++) {
@@ -118,10 +121,10 @@ inline void add_coded(
           }
         }
       }
-      const float step = float(scale[scale_at + c]) * unit;
-      const float bias = float(low[scale_at + c]) * unit;
+      const float step = float(scale[scale_at + c]);
+      const float bias = float(low[scale_at + c]);
       for (int m = 0; m < ROWS; m++) {
-        sums[j * ROWS + m] += mass[m] * bias + products[m] * step;
+        sums[j * ROWS + m] += (mass[m] * bias + products[m] * step) * unit;
       }
     }
   }

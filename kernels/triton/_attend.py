@@ -10,6 +10,7 @@ from dkv.types import RESIDUAL_GROUP
 from ._dots import device, dot, dot_rows, max_of, min_of, rounded, sum_of
 from ._rows import (
     NONE,
+    SHRINK,
     capped,
     coded_logits,
     is_kept,
@@ -63,10 +64,10 @@ def _lowrank_rows(
         mass = mass * keep + sum_of(weight, 1)
         if RANK:
             sums = sums * keep[:, None] + dot(weight * step[None, :], factors, DOT)
-    acc += mass[:, None] * anchor_v[None, :]
+    acc += mass[:, None] * (anchor_v * SHRINK)[None, :]
     if RANK:
         rank = tl.arange(0, RANKS)
-        gain = unit / tl.load(v_gain + place)
+        gain = SHRINK * unit / tl.load(v_gain + place)
         if SCALED:
             sums *= tl.load(basis_v_scale + place * RANK + rank, mask=rank < RANK, other=0.0)[None, :]
         acc += dot_rows(sums * gain, basis_v + head * (RANK * DIM_V), RANK, DIM_V, WIDTH_V, DOT)
@@ -95,10 +96,10 @@ def _coded_rows(
         )  # fmt: skip
         logits = tl.where(live[None, :], capped(logits, softcap, SOFTCAP), NONE)
         peak, total, keep, weight = softmax_step(peak, total, logits)
-        low = load_vector(v_min + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
+        low = load_vector(v_min + group * DIM_V, True, DIM_V, WIDTH_V) * SHRINK * unit_v
         acc = acc * keep[:, None] + sum_of(weight, 1)[:, None] * low[None, :]
         if V_PLANES:
-            step = load_vector(v_scale + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
+            step = load_vector(v_scale + group * DIM_V, True, DIM_V, WIDTH_V) * SHRINK * unit_v
             codes = load_codes(
                 residual_v + head * (KEPT * V_BYTES), rows, live, 0,
                 DIM_V, WIDTH_V, V_BITS, V_PLANES, V_VECTOR, V_BYTES,
@@ -126,7 +127,7 @@ def _plain_rows(
     logits = tl.where(seen, capped(logits, softcap, SOFTCAP), NONE)
     peak, total, keep, weight = softmax_step(peak, total, logits)
     values = load_columns(v + wide * v_row, live, v_column, None, 0, DIM_V, WIDTH_V)
-    return peak, total, acc * keep[:, None] + dot(weight, values, DOT)
+    return peak, total, acc * keep[:, None] + dot(weight * SHRINK, values, DOT)
 
 
 @triton.jit(do_not_specialize=("batch", "slot_splits", "slots", "width", "num_blocks", "keys", "window", "window_rows"))
@@ -181,7 +182,7 @@ def attend(
                         if EVERY:
                             logit = capped(anchor, softcap, SOFTCAP)
                             peak, total, keep, weight = softmax_step_one(peak, total, logit)
-                            acc = acc * keep[:, None] + weight[:, None] * value[None, :]
+                            acc = acc * keep[:, None] + weight[:, None] * (value * SHRINK)[None, :]
                         else:
                             peak, total, acc = _lowrank_rows(
                                 peak, total, acc, query, start, alive, q_column, sm_scale, anchor, value, place,
@@ -240,7 +241,7 @@ def attend(
 
     place = ((split.to(tl.int64) * batch + sequence) * (HEADS * GROUP_SIZE) + query_head) * length + index
     column = tl.arange(0, WIDTH_V)
-    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    acc = acc / tl.where(total == 0, 1.0, total * SHRINK)[:, None]
     inside = alive[:, None] & (column < DIM_V)[None, :]
     tl.store(out + place[:, None] * DIM_V + column[None, :], rounded(acc, out.dtype.element_ty), mask=inside)
     base = tl.where(peak == NONE, 0.0, peak)
