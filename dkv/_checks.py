@@ -10,6 +10,7 @@ from dkv.config import DKVConfig
 from dkv.types import BlockFormat, CompressedBlocks, code_bytes
 
 DTYPES = ("float16", "bfloat16", "float32")
+LEAST, MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal float32 numbers
 
 
 def dtype_name(array: Any) -> str:
@@ -149,14 +150,17 @@ def check_rows(q: Any, k: Any, v: Any) -> None:
     check_float("k", k)
     check_float("v", v)
     check_heads(q, k.shape[1])
-    if q.shape[3] == 0:
-        raise ValueError(f"q must have at least one channel, got shape {tuple(q.shape)}")
+    for name, array in (("q", q), ("v", v)):
+        if array.shape[3] == 0:
+            raise ValueError(f"{name} must have at least one channel, got shape {tuple(array.shape)}")
 
 
 def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float:
     """What shapes the logits; the scale to use."""
-    check_positive("sm_scale", sm_scale)
-    check_positive("softcap", softcap)
+    for name, value in (("sm_scale", sm_scale), ("softcap", softcap)):
+        check_positive(name, value)
+        if value is not None and not LEAST <= value <= MOST:
+            raise ValueError(f"{name} must be {LEAST:.2g}..{MOST:.2g}, as kernels multiply by it in float32, got {value}")
     if sink is not None:
         check_array("sink", sink, "Hq", Hq=q.shape[1])
         check_real("sink", sink)

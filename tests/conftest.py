@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+import dkv
+
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -39,6 +41,21 @@ def pytest_terminal_summary(terminalreporter):
         import metal_host
 
         terminalreporter.write_line(metal_host.summary(metal_runs))
+
+
+@pytest.fixture(autouse=True)
+def metal_on_the_cpu(request):
+    """A test whose ``backend`` is "mlx-metal" runs its kernels by the host where Metal is not found."""
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if params.get("backend") != "mlx-metal" or dkv.available_backends()["mlx-metal"] is None:
+        yield
+        return
+    import metal_host
+
+    if metal_host.msl_host.unavailable() is not None:
+        pytest.skip(metal_host.msl_host.unavailable())
+    with metal_host.metal("plain"):
+        yield
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from dkv.types import BlockFormat, CompressedBlocks
 SKIPPED = ("reference", "mlx")
 BACKENDS = [name for name, reason in dkv.available_backends().items() if reason is None and name not in SKIPPED]
 ALL_BACKENDS = ["reference", *BACKENDS]
+# what users' faults are tried on: the Metal kernels too, which run by the host where Metal is not found (conftest.py)
+CASE_BACKENDS = [*ALL_BACKENDS, *(["mlx-metal"] if "mlx-twin" in BACKENDS and "mlx-metal" not in BACKENDS else [])]
 SMALL_DIMS = (3, 5, 8, 17, 24)
 LARGE_DIMS = (64, 72, 80, 96, 128, 192)
 

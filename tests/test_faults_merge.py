@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
-from strategies import ALL_BACKENDS, call, library
+from strategies import CASE_BACKENDS, call, library
 
 import dkv
 from dkv import testing
@@ -25,7 +26,7 @@ def states(rng: np.random.Generator, count: int, dtype: str = "float32") -> list
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_m01_two_empty_partitions_make_no_nan(backend: str, dtype: str, count: int) -> None:
     """flashinfer#4051, vllm#28181, vllm#39148, vllm#27491: minus infinity less minus infinity, then NaN everywhere."""
     parts = states(np.random.default_rng(0), count, dtype)
@@ -38,7 +39,7 @@ def test_m01_two_empty_partitions_make_no_nan(backend: str, dtype: str, count: i
     assert merged.lse[:, :, [0, 2]].tobytes() == alone.lse.tobytes()
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_m03_plus_infinity_also_means_no_keys(backend: str) -> None:
     """flash-attention#978, vllm#39148: one kernel marks "no keys" with plus infinity, another with minus infinity."""
     nothing = AttentionState(np.zeros((1, 1, 1, 2), np.float32), np.full((1, 1, 1), np.inf, np.float32))
@@ -50,7 +51,7 @@ def test_m03_plus_infinity_also_means_no_keys(backend: str) -> None:
     assert not merged.out.any() and np.isneginf(merged.lse).all()
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_m04_lse_is_in_natural_log(backend: str) -> None:
     """sglang#40903, sglang#35045, flashinfer#2113, flashinfer#4485, vllm#47079: base 2 met base e without an error."""
     parts = []
@@ -63,7 +64,7 @@ def test_m04_lse_is_in_natural_log(backend: str) -> None:
     np.testing.assert_allclose(merged.lse, 8.050703, atol=2e-6)
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_m05_a_transposed_lse_is_read_by_its_strides(backend: str) -> None:
     """vllm#22003: lse arrived as a view and was read flat."""
     rng = np.random.default_rng(1)
@@ -79,7 +80,26 @@ def test_m05_a_transposed_lse_is_read_by_its_strides(backend: str) -> None:
     assert got.out.tobytes() == want.out.tobytes() and got.lse.tobytes() == want.lse.tobytes()
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
+def test_m08_states_that_are_marked_empty_through_a_view(backend: str) -> None:
+    """flashinfer#5055: a mask of rows given as a view of stride 2 or 0 was read flat, and other rows were merged."""
+    one, other = states(np.random.default_rng(3), 2)
+    marks = np.full((1, 2, 6), np.nan, np.float32)  # what lies between is not to be read
+    marks[..., ::2] = [0, -np.inf, 1]
+    flat = np.ascontiguousarray(marks[..., ::2])
+    want = call(backend, "merge_states", [one, AttentionState(other.out, flat)])
+    assert want.out[:, :, 1].tobytes() == one.out[:, :, 1].tobytes() and (want.lse[:, :, 1] == one.lse[:, :, 1]).all()
+    assert (want.out[:, :, [0, 2]] != one.out[:, :, [0, 2]]).all()
+    out_one, lse_one, out_other, buffer, row = testing.to_library([*one, other.out, marks, flat[:, :1]], library(backend))
+    expand = {"numpy": np.broadcast_to, "mlx": getattr(sys.modules.get("mlx.core"), "broadcast_to", None)}
+    wide = row.expand(1, 2, 3) if library(backend) == "torch" else expand[library(backend)](row, (1, 2, 3))
+    for view in (buffer[..., ::2], wide):
+        pair = [AttentionState(out_one, lse_one), AttentionState(out_other, view)]
+        got = testing.to_numpy(dkv.merge_states(pair, backend=backend))
+        assert got.out.tobytes() == want.out.tobytes() and got.lse.tobytes() == want.lse.tobytes()
+
+
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_m09_lse_rows_stay_in_their_head_and_sequence(backend: str) -> None:
     """vllm-project/flash-attention#87, Dao-AILab/flash-attention#876, #648: splits put rows in another order."""
     q = np.zeros((4, 4, 1, 2), np.float32)
@@ -95,7 +115,7 @@ def test_m09_lse_rows_stay_in_their_head_and_sequence(backend: str) -> None:
     np.testing.assert_allclose(call(backend, "merge_states", parts).lse[..., 0], want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_m10_the_scale_is_applied_once(backend: str) -> None:
     """flash-sparse-attention#106: the lse of a split was multiplied by the softmax scale again."""
     q = np.ones((1, 1, 1, 1), np.float32)
@@ -112,7 +132,7 @@ def test_m10_the_scale_is_applied_once(backend: str) -> None:
     np.testing.assert_allclose(merged.out.item(), 0.731059, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_m11_reductions_of_any_length_and_order(backend: str) -> None:
     """flashinfer#5262: reductions over nothing, or seeded with a finite number, mishandled empty states."""
     with pytest.raises(ValueError, match="at least one AttentionState, got none"):

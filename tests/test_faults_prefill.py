@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from strategies import ALL_BACKENDS, call, library
+from strategies import CASE_BACKENDS, call, library
 
 import dkv
 from dkv import testing
@@ -46,7 +46,7 @@ def close(state: Any, want: Any, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(state[1], want[1], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p01_the_last_partial_query_block_has_keys(backend: str) -> None:
     """LMCache#3092: blocks were counted by ceil and filled by floor, so the last query block saw nothing."""
     q, k, v = prompt(0, 300)
@@ -61,7 +61,7 @@ def test_p01_the_last_partial_query_block_has_keys(backend: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 63, 64, 65])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p02_prompts_shorter_than_a_block(backend: str, length: int) -> None:
     """LMCache#2791: a sequence shorter than one block crashed."""
     q, k, v = prompt(1, length)
@@ -72,7 +72,7 @@ def test_p02_prompts_shorter_than_a_block(backend: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("op", ["exact_attention", "prefill_attention"])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p03_queries_stand_at_the_last_keys(backend: str, op: str) -> None:
     """flash-attention#517, sparkinfer#3, onnx#8068, executorch#21749: a top-left mask hides the past from a chunk."""
     q, k = np.zeros((1, 1, 2, 4), np.float32), np.ones((1, 1, 5, 4), np.float32)
@@ -83,7 +83,7 @@ def test_p03_queries_stand_at_the_last_keys(backend: str, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["exact_attention", "prefill_attention"])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p04_queries_before_the_first_key_are_empty(backend: str, op: str) -> None:
     """flashinfer#4452, flash-attention#1778: rows without a key got a finite lse."""
     q, k = np.zeros((1, 1, 5, 4), np.float32), np.ones((1, 1, 2, 4), np.float32)
@@ -94,7 +94,7 @@ def test_p04_queries_before_the_first_key_are_empty(backend: str, op: str) -> No
     np.testing.assert_allclose(state.lse[0, 0, 3:], [0, math.log(2)], atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p05_no_slot_is_spent_on_the_future(backend: str) -> None:
     """MInference#108: early query blocks spent their budget on key blocks that they cannot see."""
     q, k, v = prompt(2, 512)
@@ -111,7 +111,7 @@ def test_p05_no_slot_is_spent_on_the_future(backend: str) -> None:
     close((state.out[:, :, :64], state.lse[:, :, :64]), want)
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p07_the_order_of_the_list_does_not_matter(backend: str) -> None:
     """vllm#4405, aiter#2505, FlagAttention#25: NaN when the block visited first was masked for some rows."""
     q, k, v = prompt(3, 200)
@@ -130,7 +130,7 @@ def test_p07_the_order_of_the_list_does_not_matter(backend: str) -> None:
     close(narrow, masked_dense(q, k, v, np.broadcast_to((key <= row) & (row - key < 32), (1, 2, 200, 200))))
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p08_a_large_count_is_dense(backend: str) -> None:
     """MInference#108: is a very large budget really dense?"""
     q, k, v = prompt(4, 700)
@@ -144,7 +144,7 @@ def test_p08_a_large_count_is_dense(backend: str) -> None:
 
 
 @pytest.mark.parametrize("length", [65, 127])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p09_storage_behind_the_last_key_is_not_read(backend: str, length: int) -> None:
     """FastVideo#1094: padding of the last tile produced NaN."""
     rows = prompt(5, length)
@@ -159,7 +159,7 @@ def test_p09_storage_behind_the_last_key_is_not_read(backend: str, length: int) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p10_chunks_are_the_whole(backend: str, dtype: str) -> None:
     """candle#3743: prefill in chunks broke on a cache that was not empty."""
     q, k, v = prompt(6, 600, dtype=dtype)
@@ -178,7 +178,7 @@ def test_p10_chunks_are_the_whole(backend: str, dtype: str) -> None:
         np.testing.assert_allclose(out, whole.out.astype(np.float64), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_p10_aligned_chunks_select_as_the_whole_does(backend: str) -> None:
     """The same source, where the budget leaves blocks out."""
     q, k, v = prompt(7, 600)
@@ -192,7 +192,7 @@ def test_p10_aligned_chunks_select_as_the_whole_does(backend: str) -> None:
         close(state, (whole.out[:, :, start:stop], whole.lse[:, :, start:stop]), 2e-6)
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_a_key_just_after_the_last_query_moves_no_mass(backend: str) -> None:
     """A block of keys that ends one key too late would take the mass of the head that decides."""
     q, k = np.zeros((1, 2, 2, 2), np.float32), np.zeros((1, 1, 128, 2), np.float32)
@@ -204,7 +204,7 @@ def test_a_key_just_after_the_last_query_moves_no_mass(backend: str) -> None:
 
 
 @pytest.mark.parametrize("size", [16, 24])
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_r11_a_block_listed_twice_counts_once(backend: str, size: int) -> None:
     """vllm#56254: the contract said unique, the code kept duplicates."""
     q, k, v = prompt(8, 60)
