@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from dkv._checks import check_format
 from dkv.cache import LayerCache
 from dkv.cache.files import load_cache, save_cache
+from dkv.compress import RefusedBlock
 from dkv.config import DKVConfig, HeadGroup
 from dkv.kernels.torch.decode import capped, softmax_with_sink
 
@@ -391,7 +392,10 @@ def attention_forward(
         raise NotImplementedError("a full-attention layer asked for a sliding window; DKVCache cannot tell which it is")
     k, v = layer.take()
     padding = _padding(attention_mask, layer.state, query.shape[2])
-    out = layer.state.attend(query, k, v, padding=padding, sm_scale=scaling, softcap=softcap, sink=s_aux)
+    try:
+        out = layer.state.attend(query, k, v, padding=padding, sm_scale=scaling, softcap=softcap, sink=s_aux)
+    except RefusedBlock as error:
+        raise ValueError(f"layer {module.layer_idx}: {error}") from error
     return out.transpose(1, 2).contiguous(), None
 
 
