@@ -16,7 +16,7 @@ from dkv import testing
 from dkv._dispatch import op_module
 from dkv.types import AttentionState, BlockFormat, CompressedBlocks
 
-few = settings(max_examples=max(4, settings().max_examples // 4))
+few = settings(max_examples=max(3, settings().max_examples // 5))
 FULL_RANK = BlockFormat(16, 128, 0, 32, 16)
 EVERY_ROW = BlockFormat(16, 3, 15, 32, 16)
 COMPACT = BlockFormat(16, 5, 6, minmax=True)
