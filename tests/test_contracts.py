@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import CASE_BACKENDS, call, formats, library
+from strategies import CASE_BACKENDS, call, library
 
 import dkv
 from dkv import testing
@@ -20,6 +20,12 @@ few = settings(max_examples=max(3, settings().max_examples // 5))
 FULL_RANK = BlockFormat(16, 128, 0, 32, 16)
 EVERY_ROW = BlockFormat(16, 3, 15, 32, 16)
 COMPACT = BlockFormat(16, 5, 6, minmax=True)
+FORMATS = [  # one build of the Metal kernels
+    COMPACT,
+    BlockFormat(11, 3, 10, minmax=True),
+    BlockFormat(16, 0, 15, key_bits=(8, 6, 5, 4, 3, 2, 1, 0), value_bits=3, minmax=True),
+    BlockFormat(11, 4, 0, minmax=True),
+]
 CONFIG = dkv.DKVConfig(block_size=16, top_k=2, prefill_key_block=16, prefill_block=8, prefill_top_k=3, prefill_window=8)
 seeds = st.integers(0, 2**31)
 
@@ -57,7 +63,7 @@ def arrays(x: Any) -> list[Any]:
 @few
 @given(
     seed=seeds,
-    fmt=formats(sizes=(16, 11)),
+    fmt=st.sampled_from(FORMATS),
     cuts=st.lists(st.integers(0, 41), max_size=2),
     length=st.sampled_from([1, 2]),
 )
@@ -105,7 +111,7 @@ def test_nothing_lost_is_dense(backend: str, fmt: BlockFormat, seed: int, length
 
 @pytest.mark.parametrize("backend", CASE_BACKENDS)
 @few
-@given(seed=seeds, fmt=formats(sizes=(16, 11), minmax=True), shift=st.sampled_from([-9.0, 30.0]))
+@given(seed=seeds, fmt=st.sampled_from(FORMATS), shift=st.sampled_from([-9.0, 30.0]))
 def test_a_constant_in_all_logits_is_in_the_lse_alone(backend: str, seed: int, fmt: BlockFormat, shift: float) -> None:
     """A channel that is the same in all keys; what is compressed is the same beside it."""
     made = testing.make_inputs(seed, config=fmt, num_blocks=4, q_len=2)
@@ -137,9 +143,9 @@ ROUTERS = ("lowrank", "keys", "minmax", "residual")
 
 @pytest.mark.parametrize("backend", CASE_BACKENDS)
 @few
-@given(seed=seeds, dtype=st.sampled_from(["float32", "float16"]), fmt=st.sampled_from([COMPACT, EVERY_ROW]))
-def test_batch_mates_do_not_show(backend: str, seed: int, dtype: str, fmt: BlockFormat) -> None:
-    made = testing.make_inputs(seed, batch=3, config=dataclasses.replace(fmt, minmax=True), num_blocks=4, dtype=dtype)
+@given(seed=seeds, fmt=st.sampled_from(FORMATS))
+def test_batch_mates_do_not_show(backend: str, seed: int, fmt: BlockFormat) -> None:
+    made = testing.make_inputs(seed, batch=3, config=fmt, num_blocks=4)
     row = seed % 3
 
     def run(x: testing.Inputs) -> tuple[list[Any], list[Any]]:
@@ -154,7 +160,7 @@ def test_batch_mates_do_not_show(backend: str, seed: int, dtype: str, fmt: Block
     one = [np.ascontiguousarray(x[own]) for x in made[:5]]
     alone, routed_alone = run(made._replace(**dict(zip(made._fields, one)), blocks=made.blocks.map(lambda x: x[own])))
     for state, single in zip(together, alone, strict=True):
-        close([x[own] for x in state], single, 2e-3 if dtype == "float16" else 1e-5)
+        close([x[own] for x in state], single)
     assert all(np.array_equal(x[own], y) for x, y in zip(routed, routed_alone, strict=True))
     states = [AttentionState(*(np.ascontiguousarray(x) for x in state)) for state in together]
     merged = call(backend, "merge_states", states)
@@ -182,8 +188,9 @@ def calls(backend: str, x: testing.Inputs, states: list[AttentionState], chosen:
     }
 
 
-@pytest.mark.parametrize("fmt", [COMPACT, dataclasses.replace(EVERY_ROW, minmax=True)], ids=["compact", "exact"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("fmt", "dtype"), [(COMPACT, "float32"), (dataclasses.replace(EVERY_ROW, minmax=True), "bfloat16")]
+)
 @pytest.mark.parametrize("backend", CASE_BACKENDS)
 def test_again_is_the_same_and_inputs_stay_as_they_were(backend: str, dtype: str, fmt: BlockFormat) -> None:
     made = testing.make_inputs(3, config=fmt, dtype=dtype, num_blocks=4, q_len=2)
