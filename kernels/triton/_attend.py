@@ -59,15 +59,15 @@ def _lowrank_rows(
         else:
             logits = tl.broadcast_to(anchor[:, None], [BLOCK_M, TILE])
         logits = tl.where(live[None, :], capped(logits, softcap, SOFTCAP), NONE)
-        peak, total, keep, weight = softmax_step(peak, total, logits)
+        peak, total, keep, weight = softmax_step(peak, total, logits, SHRINK)
         acc *= keep[:, None]
         mass = mass * keep + sum_of(weight, 1)
         if RANK:
             sums = sums * keep[:, None] + dot(weight * step[None, :], factors, DOT)
-    acc += mass[:, None] * (anchor_v * SHRINK)[None, :]
+    acc += mass[:, None] * anchor_v[None, :]
     if RANK:
         rank = tl.arange(0, RANKS)
-        gain = SHRINK * unit / tl.load(v_gain + place)
+        gain = unit / tl.load(v_gain + place)
         if SCALED:
             sums *= tl.load(basis_v_scale + place * RANK + rank, mask=rank < RANK, other=0.0)[None, :]
         acc += dot_rows(sums * gain, basis_v + head * (RANK * DIM_V), RANK, DIM_V, WIDTH_V, DOT)
@@ -95,11 +95,11 @@ def _coded_rows(
             k_scale + group * DIM, k_min + group * DIM, unit, DIM, WIDTH, K_BITS, K_PLANES, K_VECTOR, K_BYTES, DOT,
         )  # fmt: skip
         logits = tl.where(live[None, :], capped(logits, softcap, SOFTCAP), NONE)
-        peak, total, keep, weight = softmax_step(peak, total, logits)
-        low = load_vector(v_min + group * DIM_V, True, DIM_V, WIDTH_V) * SHRINK * unit_v
+        peak, total, keep, weight = softmax_step(peak, total, logits, SHRINK)
+        low = load_vector(v_min + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
         acc = acc * keep[:, None] + sum_of(weight, 1)[:, None] * low[None, :]
         if V_PLANES:
-            step = load_vector(v_scale + group * DIM_V, True, DIM_V, WIDTH_V) * SHRINK * unit_v
+            step = load_vector(v_scale + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
             codes = load_codes(
                 residual_v + head * (KEPT * V_BYTES), rows, live, 0,
                 DIM_V, WIDTH_V, V_BITS, V_PLANES, V_VECTOR, V_BYTES,
@@ -125,9 +125,9 @@ def _plain_rows(
     wide = rows.to(tl.int64)
     logits = plain_logits(q, start, alive, q_column, sm_scale, k + wide * k_row, live, k_column, DIM, WIDTH, DOT)
     logits = tl.where(seen, capped(logits, softcap, SOFTCAP), NONE)
-    peak, total, keep, weight = softmax_step(peak, total, logits)
+    peak, total, keep, weight = softmax_step(peak, total, logits, SHRINK)
     values = load_columns(v + wide * v_row, live, v_column, None, 0, DIM_V, WIDTH_V)
-    return peak, total, acc * keep[:, None] + dot(weight * SHRINK, values, DOT)
+    return peak, total, acc * keep[:, None] + dot(weight, values, DOT)
 
 
 @triton.jit(do_not_specialize=("batch", "slot_splits", "slots", "width", "num_blocks", "keys", "window", "window_rows"))
@@ -181,8 +181,8 @@ def attend(
                         value = load_vector(anchor_v + here * DIM_V, True, DIM_V, WIDTH_V)
                         if EVERY:
                             logit = capped(anchor, softcap, SOFTCAP)
-                            peak, total, keep, weight = softmax_step_one(peak, total, logit)
-                            acc = acc * keep[:, None] + weight[:, None] * (value * SHRINK)[None, :]
+                            peak, total, keep, weight = softmax_step_one(peak, total, logit, SHRINK)
+                            acc = acc * keep[:, None] + weight[:, None] * value[None, :]
                         else:
                             peak, total, acc = _lowrank_rows(
                                 peak, total, acc, query, start, alive, q_column, sm_scale, anchor, value, place,
@@ -236,13 +236,13 @@ def attend(
         if sink is not None:
             extra = tl.load(sink + query_head, mask=alive, other=NONE).to(tl.float32)
             extra = tl.where(split == slot_splits, extra, NONE)  # joins once
-            peak, total, keep, _ = softmax_step_one(peak, total, extra)
+            peak, total, keep, _ = softmax_step_one(peak, total, extra, SHRINK)
             acc *= keep[:, None]
 
     place = ((split.to(tl.int64) * batch + sequence) * (HEADS * GROUP_SIZE) + query_head) * length + index
     column = tl.arange(0, WIDTH_V)
-    acc = acc / tl.where(total == 0, 1.0, total * SHRINK)[:, None]
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     inside = alive[:, None] & (column < DIM_V)[None, :]
     tl.store(out + place[:, None] * DIM_V + column[None, :], rounded(acc, out.dtype.element_ty), mask=inside)
     base = tl.where(peak == NONE, 0.0, peak)
-    tl.store(lse + place, tl.where(total == 0, NONE, base + tl.log(tl.where(total == 0, 1.0, total))), mask=alive)
+    tl.store(lse + place, tl.where(total == 0, NONE, base + tl.log(tl.where(total == 0, 1.0, total / SHRINK))), mask=alive)

@@ -91,25 +91,25 @@ def capped(logits, softcap, SOFTCAP: tl.constexpr):
 
 
 @device
-def softmax_step(peak, total, logits):
+def softmax_step(peak, total, logits, UNIT: tl.constexpr = 1.0):
     """Join ``logits [M, R]``, -inf where masked, to a running softmax.
 
     Returns the new ``peak`` and ``total [M]``, what the sums so far are multiplied by ``[M]``, and the weights
-    ``[M, R]``.
+    ``[M, R]``, in units of ``UNIT`` as their total is.
     """
     new = tl.maximum(peak, max_of(logits, 1))
     base = tl.where(new == NONE, 0.0, new)
-    weight = tl.exp(logits - base[:, None])
+    weight = tl.exp(logits - base[:, None]) * UNIT
     keep = tl.exp(peak - base)
     return new, total * keep + sum_of(weight, 1), keep, weight
 
 
 @device
-def softmax_step_one(peak, total, logit):
+def softmax_step_one(peak, total, logit, UNIT: tl.constexpr = 1.0):
     """As :func:`softmax_step` with one logit a row, ``[M]``."""
     new = tl.maximum(peak, logit)
     base = tl.where(new == NONE, 0.0, new)
-    weight = tl.exp(logit - base)
+    weight = tl.exp(logit - base) * UNIT
     keep = tl.exp(peak - base)
     return new, total * keep + weight, keep, weight
 
