@@ -65,21 +65,37 @@ template <int ROWS, int WIDTH, int PARTS, typename V>
 inline void add_plain(
     thread float* sums, thread float* total, const threadgroup float* weights, V v, long at, int count, int dim,
     int channel, int part) {
+  float mass[ROWS];  // of the tile: sums of many tiles stay as exact as those of few
+  for (int m = 0; m < ROWS; m++) {
+    mass[m] = 0.0f;
+  }
   for (int row = part; row < count; row += PARTS) {
-    if (weights[row * ROWS] < 0.0f) {
-      continue;  // may hold anything
-    }
     for (int m = 0; m < ROWS; m++) {
-      total[m] += weights[row * ROWS + m];
+      mass[m] += weights[row * ROWS + m] < 0.0f ? 0.0f : weights[row * ROWS + m];  // NaN stays
     }
-    for (int j = 0; j * TILE < WIDTH; j++) {
-      const int c = channel + j * TILE;
+  }
+  for (int m = 0; m < ROWS; m++) {
+    total[m] += mass[m];
+  }
+  for (int j = 0; j * TILE < WIDTH; j++) {
+    const int c = channel + j * TILE;
+    float products[ROWS];
+    for (int m = 0; m < ROWS; m++) {
+      products[m] = 0.0f;
+    }
+    for (int row = part; row < count; row += PARTS) {
+      if (weights[row * ROWS] < 0.0f) {
+        continue;  // may hold anything
+      }
       if (c < dim) {
         const float x = float(v[at + long(row) * dim + c]);
         for (int m = 0; m < ROWS; m++) {
-          sums[j * ROWS + m] += weights[row * ROWS + m] * x;
+          products[m] += weights[row * ROWS + m] * x;
         }
       }
+    }
+    for (int m = 0; m < ROWS; m++) {
+      sums[j * ROWS + m] += products[m];
     }
   }
 }

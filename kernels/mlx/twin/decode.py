@@ -15,6 +15,7 @@ from .merge import merge_states, rounded
 Array = Any
 State = tuple[Array, Array]
 HEADROOM = 256.0  # what a value is added up from may be larger than the value, and than float32 holds
+STRETCH = 512  # numbers that are summed one by one
 WORKSPACE_BYTES = 64 << 20  # logits and decoded codes held at one time; more selected blocks are taken in pieces
 
 
@@ -33,9 +34,18 @@ def softmax_weights(logits: Array, axes: tuple[int, ...]) -> State:
     peak = logits.max(axes, keepdims=True)
     safe_peak = mx.where(peak == -mx.inf, 0.0, peak)
     weight = mx.exp(logits - safe_peak)
-    total = weight.sum(axes, keepdims=True)
+    total = _total(weight, axes)
     lse = mx.where(peak == -mx.inf, -mx.inf, safe_peak + mx.log(total))
     return weight / mx.where(total == 0, 1.0, total), lse.squeeze(axes)
+
+
+def _total(weight: Array, axes: tuple[int, ...]) -> Array:
+    """Sums over ``axes`` that are kept; of a long last axis stretch by stretch, as a CPU adds one number at a time."""
+    length = weight.shape[-1] // STRETCH * STRETCH
+    if axes != (-1,) or length == 0:
+        return weight.sum(axes, keepdims=True)
+    stretches = weight[..., :length].reshape(*weight.shape[:-1], -1, STRETCH).sum(-1)
+    return stretches.sum(-1, keepdims=True) + weight[..., length:].sum(-1, keepdims=True)
 
 
 def softmax_with_sink(logits: Array, sink: Array | None) -> State:
