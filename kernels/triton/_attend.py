@@ -245,4 +245,5 @@ def attend(
     inside = alive[:, None] & (column < DIM_V)[None, :]
     tl.store(out + place[:, None] * DIM_V + column[None, :], rounded(acc, out.dtype.element_ty), mask=inside)
     base = tl.where(peak == NONE, 0.0, peak)
-    tl.store(lse + place, tl.where(total == 0, NONE, base + tl.log(tl.where(total == 0, 1.0, total / SHRINK))), mask=alive)
+    mass = tl.where(total == 0, 1.0, total / SHRINK)
+    tl.store(lse + place, tl.where(total == 0, NONE, base + tl.log(mass)), mask=alive)
