@@ -49,6 +49,11 @@ def check_real(name: str, array: Any) -> None:
         raise TypeError(f"{name} must hold real numbers, got {dtype_name(array)}")
 
 
+def on_host(array: Any) -> bool:
+    """Whether its values can be looked at without waiting for a device."""
+    return str(getattr(array, "device", "cpu")) == "cpu"
+
+
 def check_device(**arrays: Any) -> None:
     """Torch arrays of one call sit on one device."""
     devices = {name: str(array.device) for name, array in arrays.items() if hasattr(array, "device")}
@@ -184,7 +189,7 @@ def check_seq_lens(seq_lens: Any, batch: int, rows: int) -> None:
     if seq_lens is None:
         return
     check_integers("seq_lens", seq_lens, "B", B=batch)
-    if str(getattr(seq_lens, "device", "cpu")) == "cpu" and batch:
+    if on_host(seq_lens) and batch:
         low, high = int(seq_lens.min()), int(seq_lens.max())
         if low < 0 or high > rows:
             raise ValueError(f"seq_lens must be 0..{rows}, got {low}..{high}")
@@ -219,6 +224,8 @@ def check_logits(q: Any, sm_scale: Any, softcap: Any, sink: Any = None) -> float
     if sink is not None:
         check_array("sink", sink, "Hq", Hq=q.shape[1])
         check_real("sink", sink)
+        if on_host(sink) and not bool((sink < float("inf")).all()):
+            raise ValueError("sink must be finite, or -inf for none; got NaN or infinity")
     return float(q.shape[3] ** -0.5 if sm_scale is None else sm_scale)
 
 

@@ -12,6 +12,14 @@ from dkv.types import CompressedBlocks
 MAX_ORDERED = 256  # channels whose stored order fits uint8
 
 
+class RefusedBlock(ValueError):
+    """Numbers that are not finite, and in which block of which batch row; nothing was compressed."""
+
+    def __init__(self, row: int, block: int, where: str = "of k or v") -> None:
+        super().__init__(f"NaN or infinity in batch row {row}, block {block} {where}; nothing was compressed")
+        self.row, self.block = row, block
+
+
 def compress_blocks(
     k: Any,
     v: Any,
@@ -69,7 +77,7 @@ def compress_blocks(
     chosen = resolve(backend, k=k, v=v, token_weight=token_weight, channel_weight=channel_weight)
     check.check_device(k=k, v=v, token_weight=token_weight, channel_weight=channel_weight)
     size = config.block_size
-    _refuse_blocks(~_finite_blocks(k, size) | ~_finite_blocks(v, size), "NaN or infinity")
+    _refuse_blocks(~_finite_blocks(k, size) | ~_finite_blocks(v, size))
     if token_weight is not None:
         check.check_array("token_weight", token_weight, "B N", B=k.shape[0], N=k.shape[2])
         check.check_real("token_weight", token_weight)
@@ -91,10 +99,10 @@ def _finite_blocks(x: Any, size: int) -> Any:
     return finite.reshape(x.shape[0], x.shape[1], x.shape[2] // size, size * x.shape[3]).all(-1).all(1)
 
 
-def _refuse_blocks(bad: Any, what: str) -> None:
+def _refuse_blocks(bad: Any) -> None:
     if bool(bad.any()):
         row, block = next((b, n) for b in range(bad.shape[0]) for n in range(bad.shape[1]) if bool(bad[b, n]))
-        raise ValueError(f"{what} in batch row {row}, block {block} of k or v; nothing was compressed")
+        raise RefusedBlock(row, block)
 
 
 def reconstruct_blocks(blocks: CompressedBlocks, *, backend: str | None = None) -> tuple[Any, Any]:

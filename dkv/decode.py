@@ -99,7 +99,8 @@ def exact_attention(
     softcap : float, optional
         A scaled logit ``x`` becomes ``softcap * tanh(x / softcap)``.
     sink : array [Hq], optional
-        A learned logit per head that joins the denominator with value zero. Give it to one part of a merge only.
+        A learned logit per head that joins the denominator with value zero; -inf is none. A NaN or +inf is refused
+        where the array lives on the host, and gives NaN elsewhere. Give it to one part of a merge only.
     sm_scale : float, optional
         ``D ** -0.5`` when None.
     lse_base : {"e", "2"}

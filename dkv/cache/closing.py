@@ -10,7 +10,7 @@ from dkv.cache._arrays import Array, weights, zeros
 from dkv.cache.heads import pick
 from dkv.cache.lengths import due_blocks, surplus
 from dkv.cache.pool import join_blocks, stack_rows
-from dkv.compress import compress_blocks
+from dkv.compress import RefusedBlock, compress_blocks
 from dkv.config import HeadGroup
 from dkv.types import CompressedBlocks
 
@@ -31,7 +31,13 @@ def close_blocks(layer: Any, window: int) -> bool:
     starts = [sink + count * size for sink, count in zip(sinks, unmade, strict=True)]
     made = [a - b for a, b in zip(due, unmade, strict=True)]
     buffers, groups = (layer.k_rows, layer.v_rows), layer.stored_groups()
-    new = [_compressed(buffers, group, starts, made, size) for group in groups]  # all of them before any is kept
+    try:
+        new = [_compressed(buffers, group, starts, made, size) for group in groups]  # all of them before any is kept
+    except RefusedBlock as error:
+        row = error.row
+        block = layer.dropped[row] + layer.block_counts[row] + unmade[row] + error.block
+        first = sinks[row] + block * size
+        raise RefusedBlock(row, block, f"of the cache, tokens {first} to {first + size - 1}") from error
     old: Sequence[CompressedBlocks | None] = layer.blocks or (None,) * len(groups)
     spans = [(gone - none, held) for gone, none, held in zip(over, unmade, layer.block_counts, strict=True)]
     layer.blocks = tuple(join_blocks(before, spans, after, made) for before, after in zip(old, new, strict=True))
@@ -61,7 +67,10 @@ def _compressed(
 def _compressed_rows(buffers: Sequence[Array], group: HeadGroup, sequences: slice, rows: slice) -> CompressedBlocks:
     k, v = (pick(buffer[sequences, :, rows], group.heads, buffer.shape[1]) for buffer in buffers)
     weight = None if group.channel_weight is None else weights(group.channel_weight, k)
-    return compress_blocks(k, v, config=group.config, channel_weight=weight)
+    try:
+        return compress_blocks(k, v, config=group.config, channel_weight=weight)
+    except RefusedBlock as error:  # of these sequences and rows; the caller knows the others
+        raise RefusedBlock((sequences.start or 0) + error.row, error.block) from error
 
 
 def _without(buffer: Array, rows: list[int], sinks: list[int], closed: list[int], capacity: int) -> Array:

@@ -21,7 +21,7 @@ from dkv.cache.prefill import FEWEST_QUERIES, Past, alike, attend_past, dense_ca
 from dkv.config import DKVConfig, HeadGroup
 from dkv.kernels.torch._storage import Selected
 from dkv.kernels.torch.decode import attend_rows, choose, merge_selected
-from dkv.kernels.torch.merge import saturated
+from dkv.kernels.torch.merge import rounded
 from dkv.kernels.torch.route import route_blocks
 from dkv.types import CompressedBlocks
 
@@ -253,7 +253,7 @@ class LayerCache:
                     softcap,
                     sink,
                 )
-                out[sequences].index_copy_(2, part, saturated(state, out.dtype))
+                out[sequences].index_copy_(2, part, rounded(state, out.dtype))
                 self.visited += visited
                 self.visible += visible
 
@@ -337,7 +337,7 @@ class LayerCache:
         state = attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)
         if self.blocks:
             state = self._merge_blocks(state, wide, padding, scale, softcap, length)
-        return saturated(state[0], q.dtype)
+        return rounded(state[0], q.dtype)
 
     def _merge_blocks(
         self,

@@ -30,6 +30,7 @@ from dkv._checks import check_count, check_format
 from dkv.cache import LayerCache
 from dkv.cache.files import load_cache, save_cache
 from dkv.cache.turns import Turn
+from dkv.compress import RefusedBlock
 from dkv.config import DKVConfig, HeadGroup
 from dkv.integrations._guards import fit_prompt, sequence_numbers, tokens_to_drop
 from dkv.integrations._masks import SeenLength, attention_mask, padding_of
@@ -504,7 +505,10 @@ def attention_forward(
     with layer.turn.goes_on(layer.ends_step):
         k, v = layer.take()
         padding = padding_of(attention_mask, layer.state, query.shape[2])
-        out = layer.state.attend(query, k, v, padding=padding, sm_scale=scaling, softcap=softcap, sink=s_aux)
+        try:
+            out = layer.state.attend(query, k, v, padding=padding, sm_scale=scaling, softcap=softcap, sink=s_aux)
+        except RefusedBlock as error:
+            raise ValueError(f"layer {module.layer_idx}: {error}") from error
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -1,6 +1,9 @@
 // The value side of decode: the running softmax of ROWS rows of queries, and sums over the rows of a tile. Every thread
 // knows the peaks; its sums are those of its channels, or of its rank, over its part of the rows.
 
+// Of all weights: so many rows of the largest numbers may be summed before they are divided by the sum of the weights
+static constant constexpr const float SHRINK = 0x1p-16f;
+
 // Weights of a tile from each thread's logits -> weights [TILE, ROWS], negative where the thread has no row. What was
 // summed so far is to be multiplied by keep [ROWS].
 template <int ROWS>
@@ -22,7 +25,7 @@ inline void tile_weights(
     const float base = top == -INFINITY ? 0.0f : top;
     keep[m] = metal::precise::exp(peak[m] - base);
     peak[m] = top;
-    weights[index * ROWS + m] = live ? metal::precise::exp(logits[m] - base) : -1.0f;
+    weights[index * ROWS + m] = live ? metal::precise::exp(logits[m] - base) * SHRINK : -1.0f;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -36,7 +39,7 @@ inline void join_one(
     const float top = metal::max(peak[m], logits[m]);
     const float base = top == -INFINITY ? 0.0f : top;
     const float keep = metal::precise::exp(peak[m] - base);
-    const float weight = first_part ? metal::precise::exp(logits[m] - base) : 0.0f;
+    const float weight = first_part ? metal::precise::exp(logits[m] - base) * SHRINK : 0.0f;
     peak[m] = top;
     total[m] = total[m] * keep + weight;
     for (int j = 0; j * TILE < WIDTH; j++) {
@@ -62,21 +65,37 @@ template <int ROWS, int WIDTH, int PARTS, typename V>
 inline void add_plain(
     thread float* sums, thread float* total, const threadgroup float* weights, V v, long at, int count, int dim,
     int channel, int part) {
+  float mass[ROWS];  // of the tile: sums of many tiles stay as exact as those of few
+  for (int m = 0; m < ROWS; m++) {
+    mass[m] = 0.0f;
+  }
   for (int row = part; row < count; row += PARTS) {
-    if (weights[row * ROWS] < 0.0f) {
-      continue;  // may hold anything
-    }
     for (int m = 0; m < ROWS; m++) {
-      total[m] += weights[row * ROWS + m];
+      mass[m] += weights[row * ROWS + m] < 0.0f ? 0.0f : weights[row * ROWS + m];  // NaN stays
     }
-    for (int j = 0; j * TILE < WIDTH; j++) {
-      const int c = channel + j * TILE;
+  }
+  for (int m = 0; m < ROWS; m++) {
+    total[m] += mass[m];
+  }
+  for (int j = 0; j * TILE < WIDTH; j++) {
+    const int c = channel + j * TILE;
+    float products[ROWS];
+    for (int m = 0; m < ROWS; m++) {
+      products[m] = 0.0f;
+    }
+    for (int row = part; row < count; row += PARTS) {
+      if (weights[row * ROWS] < 0.0f) {
+        continue;  // may hold anything
+      }
       if (c < dim) {
         const float x = float(v[at + long(row) * dim + c]);
         for (int m = 0; m < ROWS; m++) {
-          sums[j * ROWS + m] += weights[row * ROWS + m] * x;
+          products[m] += weights[row * ROWS + m] * x;
         }
       }
+    }
+    for (int m = 0; m < ROWS; m++) {
+      sums[j * ROWS + m] += products[m];
     }
   }
 }
@@ -118,10 +137,10 @@ inline void add_coded(
           }
         }
       }
-      const float step = float(scale[scale_at + c]) * unit;
-      const float bias = float(low[scale_at + c]) * unit;
+      const float step = float(scale[scale_at + c]);
+      const float bias = float(low[scale_at + c]);
       for (int m = 0; m < ROWS; m++) {
-        sums[j * ROWS + m] += mass[m] * bias + products[m] * step;
+        sums[j * ROWS + m] += (mass[m] * bias + products[m] * step) * unit;
       }
     }
   }

@@ -15,9 +15,9 @@ inline float largest<bfloat16_t>() {
   return 3.3895313892515355e38f;
 }
 
-// x in T; what lies beyond its range becomes its largest number, NaN stays
+// x in T; a finite number beyond its range becomes its largest number
 template <typename T>
 inline T saturated(float x) {
   const float most = largest<T>();
-  return T(x > most ? most : (x < -most ? -most : x));
+  return T(metal::isinf(x) || metal::isnan(x) ? x : (x > most ? most : (x < -most ? -most : x)));
 }

@@ -121,7 +121,7 @@ if (part == 0) {
       }
     }
     if (channel == 0) {
-      lse[at] = empty ? -INFINITY : peak[m] + metal::precise::log(total[m]);
+      lse[at] = empty ? -INFINITY : peak[m] + metal::precise::log(total[m] / SHRINK);
     }
   }
 }

@@ -106,8 +106,8 @@ inline void code_queries(
     float bias = 0.0f;
     for (int s = lane; s < dim; s += 32) {
       const float x = queries[(ordered ? int(order[order_at + s]) : s) * ROWS + m];
-      coded[s * ROWS + m] = x * (float(scale[at + s]) * unit);
-      bias += x * (float(low[at + s]) * unit);
+      coded[s * ROWS + m] = x * unit * float(scale[at + s]);
+      bias += x * unit * float(low[at + s]);
     }
     bias = simd_sum(bias);
     if (lane == 0) {

@@ -8,9 +8,10 @@ from torch import Tensor
 from dkv.types import CompressedBlocks
 
 from ._storage import Segments, Selected, group_count, group_rows, unpack
-from .merge import merge_states, saturated
+from .merge import merge_states, rounded
 
 WORKSPACE_BYTES = 64 << 20  # logits and decoded codes held at one time; more selected blocks are taken in pieces
+HEADROOM = 256.0  # what a value is added up from may be larger than the value, and than float32 holds
 CODE_BYTES = 1 << 20  # decoded codes on a CPU at one time: what stays in a core's cache
 
 
@@ -27,7 +28,7 @@ def grouped_queries(q: Tensor, num_kv_heads: int) -> Tensor:
 def ungrouped(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """``[B, Hkv, G * Sq, Dv] -> [B, Hq, Sq, Dv]`` in q's dtype; lse float32."""
     batch, heads, length = q.shape[:3]
-    out = saturated(out.reshape(batch, heads, length, out.shape[-1]), q.dtype)
+    out = rounded(out.reshape(batch, heads, length, out.shape[-1]), q.dtype)
     return out, lse.reshape(batch, heads, length).float()
 
 
@@ -43,7 +44,7 @@ def softmax_weights(logits: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tens
     total = weight.sum(dims, keepdim=True)
     lse = torch.where(peak == -torch.inf, -torch.inf, safe_peak + total.log())
     lse = lse.squeeze(dims)
-    return weight / torch.where(total > 0, total, 1.0), lse
+    return weight / torch.where(total == 0, 1.0, total), lse
 
 
 def softmax_with_sink(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -156,13 +157,14 @@ def _lowrank_piece(
     logits = torch.where(hidden[..., None, :], -torch.inf, capped(logits, softcap))
     weight, lse = softmax_weights(logits, (2, 4))
     lse = lse.reshape(q.shape[:3])
-    rank_space = (weight * u_row_scale(blocks, chosen, dtype)[..., None, :]) @ u  # [B, H, W, M, r]
+    row_scale = u_row_scale(blocks, chosen, dtype) / HEADROOM
+    rank_space = (weight * row_scale[..., None, :]) @ u  # [B, H, W, M, r]
     if blocks.basis_v_scale is not None:
         rank_space = rank_space * chosen.shared("basis_v_scale", dtype)[..., None, :]
     gain = chosen.shared("v_gain", dtype)[..., None, None]
     rank_space = rank_space / torch.where(gain > 0, gain, 1.0)
     out = (rank_space @ chosen.per_head("basis_v", dtype)).sum(2)
-    return out + torch.einsum("bhwm,bhwd->bhmd", weight.sum(-1), anchor_v), lse
+    return (out + torch.einsum("bhwm,bhwd->bhmd", weight.sum(-1) / HEADROOM, anchor_v)) * HEADROOM, lse
 
 
 def residual_logits(q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_scale: float) -> Tensor:
@@ -176,11 +178,11 @@ def residual_logits(q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_sc
     if fmt.orders_channels:
         order = chosen.order()[..., None, :].expand(-1, -1, -1, q.shape[2], -1)
         query = query.expand(-1, -1, order.shape[2], -1, -1).gather(4, order)
-    unit = chosen.per_head("residual_k_unit", dtype)[..., None, None]
-    constant = query @ (chosen.per_head("residual_k_min", dtype) * unit).mT + anchor[..., None]  # [B, H, W, M, Q]
+    query = query * chosen.per_head("residual_k_unit", dtype)[..., None, None]  # what it scales may be out of range
+    constant = query @ chosen.per_head("residual_k_min", dtype).mT + anchor[..., None]  # [B, H, W, M, Q]
     segments = fmt.key_segments(q.shape[-1])
     coded = sum(size for size, bits in segments if bits)
-    scale = chosen.per_head("residual_k_scale")[..., :coded].to(dtype) * unit
+    scale = chosen.per_head("residual_k_scale")[..., :coded].to(dtype)
     query = query[:, :, :, None, :, :coded] * scale[..., None, :]  # [B, H, W, Q, M, C]
     scores = coded_product(query, chosen.per_head("residual_k"), segments, rows=True)  # [B, H, W, Q, M, S]
     scores = scores.transpose(3, 4) + constant[..., None]  # [B, H, W, M, Q, S]
@@ -215,7 +217,7 @@ def _residual_piece(
     lse = lse.reshape(q.shape[:3])
     if fmt.exact_rows:
         return (weight @ chosen.per_head("residual_v", dtype)).sum(2), lse
-    unit = chosen.per_head("residual_v_unit", dtype)[..., None, None]
+    unit = chosen.per_head("residual_v_unit", dtype)[..., None, None] / HEADROOM
     low = chosen.per_head("residual_v_min", dtype) * unit  # [B, H, W, Q, Dv]
     scale = chosen.per_head("residual_v_scale", dtype) * unit
     groups, length = group_count(kept), group_rows(kept)
@@ -226,7 +228,7 @@ def _residual_piece(
     if segments[0][1]:
         coded = coded_product(weight, chosen.per_head("residual_v"), segments, rows=False)
         out = out + (coded * scale[..., None, :]).sum((2, 3))
-    return out, lse
+    return out * HEADROOM, lse
 
 
 def exact_attention(
@@ -291,7 +293,7 @@ def attend_rows(
         out = weight.flatten(2, 3) @ v
         outs.append(out.reshape(batch, heads, -1, v.shape[-1]))
         lses.append(lse.reshape(batch, heads, -1))
-    return saturated(torch.cat(outs, dim=2), q.dtype), torch.cat(lses, dim=2).float()
+    return rounded(torch.cat(outs, dim=2), q.dtype), torch.cat(lses, dim=2).float()
 
 
 def _seen(slots: Tensor, last: Tensor | None, first: Tensor | None, rows: slice) -> Tensor | None:
@@ -324,7 +326,7 @@ def decode_attention(
     else:
         exact = exact_attention(wide, k_window, v_window, True, seq_lens, window, softcap, sink, sm_scale)
     out, lse = merge_selected(exact, wide, choose(blocks, block_indices), sm_scale, softcap)
-    return saturated(out, q.dtype), lse
+    return rounded(out, q.dtype), lse
 
 
 def merge_selected(

@@ -16,6 +16,11 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-limit, limit).to(dtype)
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As :func:`saturated`, but an infinity, which overflowed or came in, stays one."""
+    return x if x.dtype == dtype else torch.where(x.isinf(), x.to(dtype), saturated(x, dtype))
+
+
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """outs ``[..., Dv]``, lses ``[...]`` (natural log). An lse of -inf or +inf marks an empty state."""
     lse = torch.stack([part.double() if part.dtype == torch.float64 else part.float() for part in lses])
@@ -29,4 +34,4 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     for part, share in zip(outs, weight / torch.where(total > 0, total, 1.0), strict=True):
         # select, do not multiply: an empty state's output may hold anything
         out = out + torch.where((share == 0)[..., None], 0.0, share[..., None] * part.to(wide))
-    return saturated(out, outs[0].dtype), torch.where(peak == -torch.inf, -torch.inf, safe_peak + total.log()).float()
+    return rounded(out, outs[0].dtype), torch.where(peak == -torch.inf, -torch.inf, safe_peak + total.log()).float()

@@ -10,7 +10,7 @@ from torch import Tensor
 from dkv.config import sampled_queries, selection_width
 
 from .decode import accumulation_dtype, capped, distinct, empty_state, softmax_weights
-from .merge import merge_states, saturated
+from .merge import merge_states, rounded
 
 WORKSPACE_BYTES = 64 << 20  # gathered keys and values held at one time
 SCORED_QUERIES = 64  # per head, in one product
@@ -150,12 +150,13 @@ def prefill_attention(
     out, lse = attend_blocks(q, k, v, block_indices, block_size, prefill_block, first, softcap, sm_scale)
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
-    return saturated(out, q.dtype), lse.float()
+    return rounded(out, q.dtype), lse.float()
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """A state whose denominator holds one more logit per head, without a value."""
     total = torch.logaddexp(lse, sink.to(lse.dtype).view(1, -1, 1))
+    total = torch.where(total == torch.inf, torch.nan, total)
     keep = torch.where(total == -torch.inf, 0.0, (lse - total).exp())
     return out * keep[..., None], total
 

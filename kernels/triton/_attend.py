@@ -10,6 +10,7 @@ from dkv.types import RESIDUAL_GROUP
 from ._dots import device, dot, dot_rows, max_of, min_of, rounded, sum_of
 from ._rows import (
     NONE,
+    SHRINK,
     capped,
     coded_logits,
     is_kept,
@@ -58,7 +59,7 @@ def _lowrank_rows(
         else:
             logits = tl.broadcast_to(anchor[:, None], [BLOCK_M, TILE])
         logits = tl.where(live[None, :], capped(logits, softcap, SOFTCAP), NONE)
-        peak, total, keep, weight = softmax_step(peak, total, logits)
+        peak, total, keep, weight = softmax_step(peak, total, logits, SHRINK)
         acc *= keep[:, None]
         mass = mass * keep + sum_of(weight, 1)
         if RANK:
@@ -94,7 +95,7 @@ def _coded_rows(
             k_scale + group * DIM, k_min + group * DIM, unit, DIM, WIDTH, K_BITS, K_PLANES, K_VECTOR, K_BYTES, DOT,
         )  # fmt: skip
         logits = tl.where(live[None, :], capped(logits, softcap, SOFTCAP), NONE)
-        peak, total, keep, weight = softmax_step(peak, total, logits)
+        peak, total, keep, weight = softmax_step(peak, total, logits, SHRINK)
         low = load_vector(v_min + group * DIM_V, True, DIM_V, WIDTH_V) * unit_v
         acc = acc * keep[:, None] + sum_of(weight, 1)[:, None] * low[None, :]
         if V_PLANES:
@@ -124,7 +125,7 @@ def _plain_rows(
     wide = rows.to(tl.int64)
     logits = plain_logits(q, start, alive, q_column, sm_scale, k + wide * k_row, live, k_column, DIM, WIDTH, DOT)
     logits = tl.where(seen, capped(logits, softcap, SOFTCAP), NONE)
-    peak, total, keep, weight = softmax_step(peak, total, logits)
+    peak, total, keep, weight = softmax_step(peak, total, logits, SHRINK)
     values = load_columns(v + wide * v_row, live, v_column, None, 0, DIM_V, WIDTH_V)
     return peak, total, acc * keep[:, None] + dot(weight, values, DOT)
 
@@ -180,7 +181,7 @@ def attend(
                         value = load_vector(anchor_v + here * DIM_V, True, DIM_V, WIDTH_V)
                         if EVERY:
                             logit = capped(anchor, softcap, SOFTCAP)
-                            peak, total, keep, weight = softmax_step_one(peak, total, logit)
+                            peak, total, keep, weight = softmax_step_one(peak, total, logit, SHRINK)
                             acc = acc * keep[:, None] + weight[:, None] * value[None, :]
                         else:
                             peak, total, acc = _lowrank_rows(
@@ -235,7 +236,7 @@ def attend(
         if sink is not None:
             extra = tl.load(sink + query_head, mask=alive, other=NONE).to(tl.float32)
             extra = tl.where(split == slot_splits, extra, NONE)  # joins once
-            peak, total, keep, _ = softmax_step_one(peak, total, extra)
+            peak, total, keep, _ = softmax_step_one(peak, total, extra, SHRINK)
             acc *= keep[:, None]
 
     place = ((split.to(tl.int64) * batch + sequence) * (HEADS * GROUP_SIZE) + query_head) * length + index
@@ -244,4 +245,5 @@ def attend(
     inside = alive[:, None] & (column < DIM_V)[None, :]
     tl.store(out + place[:, None] * DIM_V + column[None, :], rounded(acc, out.dtype.element_ty), mask=inside)
     base = tl.where(peak == NONE, 0.0, peak)
-    tl.store(lse + place, tl.where(total == 0, NONE, base + tl.log(tl.where(total == 0, 1.0, total))), mask=alive)
+    mass = tl.where(total == 0, 1.0, total / SHRINK)
+    tl.store(lse + place, tl.where(total == 0, NONE, base + tl.log(mass)), mask=alive)

@@ -96,10 +96,11 @@ def dot(a, b, DOT: tl.constexpr):
 
 @device
 def rounded(x, DTYPE: tl.constexpr):
-    """Float32 ``x`` in ``DTYPE``, to nearest even; what lies beyond its range becomes its largest number."""
+    """Float32 ``x`` in ``DTYPE``, to nearest even; a finite number beyond its range becomes its largest number."""
     if tl.bfloat16 == DTYPE or tl.float16 == DTYPE:
         MOST: tl.constexpr = 65504.0 if tl.float16 == DTYPE else 3.3895313892515355e38
-        x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+        near = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+        x = tl.where(tl.abs(x) == float("inf"), x, near)
     return _nearest(x) if tl.bfloat16 == DTYPE else x.to(DTYPE)
 
 

@@ -15,11 +15,13 @@ import triton.language as tl
 
 from dkv.types import CompressedBlocks, code_bytes, code_parts
 
+from ._cast import widened
 from ._dots import DEPTH, columns_of, device, dot, max_of, sum_of
 
 CODED = tl.constexpr(64)  # columns of a float32 dot with codes that are held at a time
 HALF_WIDE = tl.constexpr(128)  # columns of a dot of 16 bits that are held at a time
 NONE = tl.constexpr(-math.inf)  # the logit of a row that is not there
+SHRINK = tl.constexpr(2.0**-16)  # of weights: so many rows of the largest numbers are summed before the division
 WIDEST_LOAD = 16  # bytes that one thread takes at a time
 
 
@@ -89,25 +91,25 @@ def capped(logits, softcap, SOFTCAP: tl.constexpr):
 
 
 @device
-def softmax_step(peak, total, logits):
+def softmax_step(peak, total, logits, UNIT: tl.constexpr = 1.0):
     """Join ``logits [M, R]``, -inf where masked, to a running softmax.
 
     Returns the new ``peak`` and ``total [M]``, what the sums so far are multiplied by ``[M]``, and the weights
-    ``[M, R]``.
+    ``[M, R]``, in units of ``UNIT`` as their total is.
     """
     new = tl.maximum(peak, max_of(logits, 1))
     base = tl.where(new == NONE, 0.0, new)
-    weight = tl.exp(logits - base[:, None])
+    weight = tl.exp(logits - base[:, None]) * UNIT
     keep = tl.exp(peak - base)
     return new, total * keep + sum_of(weight, 1), keep, weight
 
 
 @device
-def softmax_step_one(peak, total, logit):
+def softmax_step_one(peak, total, logit, UNIT: tl.constexpr = 1.0):
     """As :func:`softmax_step` with one logit a row, ``[M]``."""
     new = tl.maximum(peak, logit)
     base = tl.where(new == NONE, 0.0, new)
-    weight = tl.exp(logit - base)
+    weight = tl.exp(logit - base) * UNIT
     keep = tl.exp(peak - base)
     return new, total * keep + weight, keep, weight
 
@@ -123,14 +125,14 @@ def load_columns(start, live, stride, order, first, DIM: tl.constexpr, WIDTH: tl
     if order is not None:
         channel = tl.load(order + column, mask=column < DIM, other=0).to(tl.int64)
     keep = live[:, None] & (column < DIM)[None, :]
-    return tl.load(start[:, None] + channel[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
+    return widened(tl.load(start[:, None] + channel[None, :] * stride, mask=keep, other=0.0))
 
 
 @device
 def load_vector(start, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """``DIM`` numbers as float32 ``[WIDTH]``, zero beyond."""
     column = tl.arange(0, WIDTH)
-    return tl.load(start + column, mask=(column < DIM) & live, other=0.0).to(tl.float32)
+    return widened(tl.load(start + column, mask=(column < DIM) & live, other=0.0))
 
 
 @device
@@ -252,13 +254,13 @@ def _coded_part(
 ):  # fmt: skip
     """What columns ``first ...`` add: the product with codes of queries that carry the scales, and a constant."""
     column = first + tl.arange(0, WIDTH)
-    bias = tl.load(k_min + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
+    bias = tl.load(k_min + column, mask=column < DIM, other=0.0).to(tl.float32)
     logits = tl.broadcast_to(sum_of(q * bias[None, :], 1)[:, None], [q.shape[0], rows.shape[0]])
     if PLANES:
-        step = tl.load(k_scale + column, mask=column < DIM, other=0.0).to(tl.float32) * unit
+        step = tl.load(k_scale + column, mask=column < DIM, other=0.0).to(tl.float32)
         codes = load_codes(codes_start, rows, live, first, DIM, WIDTH, BITS, PLANES, VECTOR, ROW_BYTES)
         logits += dot(q * step[None, :], tl.trans(codes), DOT)
-    return logits
+    return logits * unit
 
 
 @device
@@ -279,10 +281,9 @@ def rank_queries(
         for first in range(0, DIM, PIECE):
             some = load_columns(start, alive, stride, None, first, DIM, PIECE) * scale
             result += dot(some, tl.trans(_basis_columns(basis, first, DIM, PIECE, RANK, RANKS)), DOT)
-    result *= unit
     if basis_scale is not None:
         result *= tl.load(basis_scale + rank, mask=rank < RANK, other=0.0)[None, :]
-    return result
+    return result * unit
 
 
 @device

@@ -13,7 +13,7 @@ from dkv.config import selection_width
 
 from ._dots import device, max_of, rounded, sum_of
 from ._launch import INTERPRETED, dot_dtype, launch, power_of_two
-from ._rows import NONE, capped, softmax_step
+from ._rows import NONE, SHRINK, capped, softmax_step
 from ._sample import block_shares, choose_blocks, sampled_scores
 
 
@@ -113,7 +113,8 @@ def _attend_kernel(
 ):
     """Rows are the queries of a block, one head after another; its key blocks are walked as one run of keys."""
     TILES: tl.constexpr = (GROUP * PREFILL + ROWS - 1) // ROWS
-    UNIT: tl.constexpr = 16384.0 if tl.float16 == DOT else 1.0  # keeps small weights off float16's subnormal numbers
+    # keeps small weights off float16's subnormal numbers, and sums of large values finite
+    UNIT: tl.constexpr = 16384.0 if tl.float16 == DOT else SHRINK
     which = tl.program_id(1).to(tl.int64)
     batch, head_kv = which // HEADS_KV, which % HEADS_KV
     block = query_blocks - 1 - tl.program_id(0) // TILES  # late blocks have most to do
@@ -166,7 +167,7 @@ def _attend_kernel(
         )
         sums = sums * keep[:, None]
         if tl.float32 == DOT:
-            sums = tl.dot(weight, values.to(tl.float32), sums, input_precision="ieee")
+            sums = tl.dot(weight * UNIT, values.to(tl.float32), sums, input_precision="ieee")
         else:  # weights go in as two numbers, so that their rounding stays near float32's
             weight = weight * UNIT
             high = weight.to(DOT)

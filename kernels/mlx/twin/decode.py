@@ -10,10 +10,12 @@ import mlx.core as mx
 from dkv.types import RESIDUAL_GROUP, CompressedBlocks
 
 from ._storage import Selected, group_count, unpack
-from .merge import merge_states, saturated
+from .merge import merge_states, rounded
 
 Array = Any
 State = tuple[Array, Array]
+HEADROOM = 256.0  # what a value is added up from may be larger than the value, and than float32 holds
+STRETCH = 512  # numbers that are summed one by one
 WORKSPACE_BYTES = 64 << 20  # logits and decoded codes held at one time; more selected blocks are taken in pieces
 
 
@@ -32,9 +34,18 @@ def softmax_weights(logits: Array, axes: tuple[int, ...]) -> State:
     peak = logits.max(axes, keepdims=True)
     safe_peak = mx.where(peak == -mx.inf, 0.0, peak)
     weight = mx.exp(logits - safe_peak)
-    total = weight.sum(axes, keepdims=True)
+    total = _total(weight, axes)
     lse = mx.where(peak == -mx.inf, -mx.inf, safe_peak + mx.log(total))
     return weight / mx.where(total == 0, 1.0, total), lse.squeeze(axes)
+
+
+def _total(weight: Array, axes: tuple[int, ...]) -> Array:
+    """Sums over ``axes`` that are kept; of a long last axis stretch by stretch, as a CPU adds one number at a time."""
+    length = weight.shape[-1] // STRETCH * STRETCH
+    if axes != (-1,) or length == 0:
+        return weight.sum(axes, keepdims=True)
+    stretches = weight[..., :length].reshape(*weight.shape[:-1], -1, STRETCH).sum(-1)
+    return stretches.sum(-1, keepdims=True) + weight[..., length:].sum(-1, keepdims=True)
 
 
 def softmax_with_sink(logits: Array, sink: Array | None) -> State:
@@ -91,7 +102,7 @@ def _over_pieces(
         for i in range(0, width, step)
     ]
     out, lse = states[0] if len(states) == 1 else merge_states([s[0] for s in states], [s[1] for s in states])
-    return saturated(out.reshape(*q.shape[:3], out.shape[-1]), q.dtype), lse.reshape(q.shape[:3])
+    return rounded(out.reshape(*q.shape[:3], out.shape[-1]), q.dtype), lse.reshape(q.shape[:3])
 
 
 def distinct_slots(block_indices: Array, blocks: CompressedBlocks) -> Array:
@@ -147,13 +158,13 @@ def _lowrank_piece(
     logits = capped((query @ u.swapaxes(3, 4)) * row_scale + anchor[..., None], softcap)  # [B, H, W, M, S]
     hidden = residual_mask(blocks, chosen) | ~chosen.valid[..., None]
     weight, lse = softmax_weights(mx.where(hidden[..., None, :], -mx.inf, logits), (2, 4))
-    rank_space = (weight * row_scale) @ u  # [B, H, W, M, r]
+    rank_space = (weight * (row_scale / HEADROOM)) @ u  # [B, H, W, M, r]
     if blocks.basis_v_scale is not None:
         rank_space = rank_space * chosen.shared("basis_v_scale", dtype)[..., None, :]
     gain = chosen.shared("v_gain", dtype)[..., None, None]
     rank_space = rank_space / mx.where(gain > 0, gain, 1.0)
     out = (rank_space @ chosen.per_head("basis_v", dtype)).sum(2)
-    return out + weight.sum(-1).swapaxes(2, 3) @ anchor_v, lse
+    return (out + (weight.sum(-1) / HEADROOM).swapaxes(2, 3) @ anchor_v) * HEADROOM, lse
 
 
 def residual_logits(q: Array, blocks: CompressedBlocks, chosen: Selected, sm_scale: float) -> Array:
@@ -167,9 +178,8 @@ def residual_logits(q: Array, blocks: CompressedBlocks, chosen: Selected, sm_sca
     if fmt.orders_channels:
         order = chosen.per_head("residual_k_order", mx.int32)[..., None, :]
         query = mx.take_along_axis(query, order, axis=4)
-    unit = chosen.per_head("residual_k_unit", dtype)[..., None, None]
-    low = chosen.per_head("residual_k_min", dtype) * unit  # [B, H, W, Q, D]
-    scale = chosen.per_head("residual_k_scale", dtype) * unit
+    query = query * chosen.per_head("residual_k_unit", dtype)[..., None, None]  # what it scales may be out of range
+    low, scale = chosen.per_head("residual_k_min", dtype), chosen.per_head("residual_k_scale", dtype)  # [B, H, W, Q, D]
     constant = query @ low.swapaxes(3, 4) + anchor[..., None]  # [B, H, W, M, Q]
     codes = unpack(chosen.per_head("residual_k"), fmt.key_segments(q.shape[-1]))  # [B, H, W, R, D]
     scores = []
@@ -188,7 +198,7 @@ def _residual_piece(
     weight, lse = softmax_weights(mx.where(chosen.valid[..., None, None], logits, -mx.inf), (2, 4))
     if fmt.exact_rows:
         return (weight @ chosen.per_head("residual_v", dtype)).sum(2), lse
-    unit = chosen.per_head("residual_v_unit", dtype)[..., None, None]
+    unit = chosen.per_head("residual_v_unit", dtype)[..., None, None] / HEADROOM
     low = chosen.per_head("residual_v_min", dtype) * unit  # [B, H, W, Q, Dv]
     scale = chosen.per_head("residual_v_scale", dtype) * unit
     codes = unpack(chosen.per_head("residual_v"), fmt.value_segments(blocks.head_dim_v))  # [B, H, W, R, Dv]
@@ -198,7 +208,7 @@ def _residual_piece(
         part = weight[..., rows]
         coded = (part @ codes[..., rows, :].astype(dtype)) * scale[..., group : group + 1, :]
         out = out + (coded + part.sum(-1, keepdims=True) * low[..., group : group + 1, :]).sum(2)
-    return out, lse
+    return out * HEADROOM, lse
 
 
 def exact_attention(
@@ -243,7 +253,7 @@ def exact_attention(
         out = weight.reshape(batch, heads_kv, -1, keys) @ v
         outs.append(out.reshape(batch, heads, -1, dim_v))
         lses.append(lse.reshape(batch, heads, -1))
-    return saturated(mx.concatenate(outs, axis=2), q.dtype), mx.concatenate(lses, axis=2)
+    return rounded(mx.concatenate(outs, axis=2), q.dtype), mx.concatenate(lses, axis=2)
 
 
 def decode_attention(
@@ -269,4 +279,4 @@ def decode_attention(
         if blocks.num_residuals:
             states.append(residual_attention(wide, blocks, block_indices, sm_scale, softcap))
     out, lse = merge_states([s[0] for s in states], [s[1] for s in states])
-    return saturated(out, q.dtype), lse
+    return rounded(out, q.dtype), lse

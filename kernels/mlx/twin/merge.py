@@ -18,6 +18,11 @@ def saturated(x: Array, dtype: Any) -> Array:
     return mx.where(mx.isnan(x), x, mx.clip(x, -limit, limit)).astype(dtype)
 
 
+def rounded(x: Array, dtype: Any) -> Array:
+    """As :func:`saturated`, but an infinity, which overflowed or came in, stays one."""
+    return x if x.dtype == dtype else mx.where(mx.isinf(x), x.astype(dtype), saturated(x, dtype))
+
+
 def merge_states(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """outs ``[..., Dv]``, lses ``[...]`` (natural log). An lse of -inf or +inf marks an empty state."""
     lse = mx.stack([part.astype(mx.float32) for part in lses])
@@ -32,4 +37,4 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, A
         # select, do not multiply: an empty state's output may hold anything
         each = share[index][..., None]
         out = out + mx.where(each == 0, 0.0, each * part.astype(mx.float32))
-    return saturated(out, outs[0].dtype), mx.where(peak == -mx.inf, -mx.inf, safe_peak + mx.log(total))
+    return rounded(out, outs[0].dtype), mx.where(peak == -mx.inf, -mx.inf, safe_peak + mx.log(total))

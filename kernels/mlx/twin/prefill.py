@@ -10,7 +10,7 @@ import mlx.core as mx
 from dkv.config import sampled_queries, selection_width
 
 from .decode import WORKSPACE_BYTES, State, capped, distinct, empty_state, softmax_weights, softmax_with_sink
-from .merge import saturated
+from .merge import rounded
 
 Array = Any
 SCORED_QUERIES = 256  # per head, in one product
@@ -179,4 +179,4 @@ def prefill_attention(
     # [B, Hkv, n, G, s, Dv] -> [B, Hq, Sq, Dv]
     out = mx.concatenate(outs, axis=2).swapaxes(2, 3).reshape(batch, heads, -1, dim_v)[:, :, :length]
     lse = mx.concatenate(lses, axis=2).swapaxes(2, 3).reshape(batch, heads, -1)[:, :, :length]
-    return saturated(out, q.dtype), lse
+    return rounded(out, q.dtype), lse
