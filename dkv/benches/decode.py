@@ -12,7 +12,8 @@ import torch
 
 import dkv
 from dkv.benches.timing import milliseconds
-from dkv.cache.layer import FIRST_STEPS, LayerCache
+from dkv.cache.layer import LayerCache
+from dkv.cache.routing import FIRST_STEPS
 from dkv.config import DKVConfig
 from dkv.types import CompressedBlocks
 

@@ -137,25 +137,28 @@ def unpack(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
 
     ``C`` counts the channels in stored order up to the last of any width: those of width 0 stand at the end.
     """
+    lanes = unpacked_lanes(packed, segments, dtype)
+    return lanes[0] if len(lanes) == 1 else torch.cat(lanes, dim=-1)
+
+
+def unpacked_lanes(packed: Tensor, segments: Segments, dtype: torch.dtype) -> list[Tensor]:
+    """:func:`unpack` in runs of channels that are contiguous each: a byte's low and high code lie far apart."""
     segments = tuple((size, bits) for size, bits in segments if bits)
-    if len(segments) == 1 and segments[0][1] in (4, 8):
-        return _unpack_along_rows(packed, *segments[0], dtype)
-    return _unpack_across_rows(packed, segments, dtype)
-
-
-def _unpack_along_rows(packed: Tensor, size: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """One run of channels of 4 or 8 bits: a row's lanes are long enough to take them as they lie."""
+    if len(segments) != 1 or segments[0][1] not in (4, 8):
+        return [_unpack_across_rows(packed, segments, dtype)]
+    size, bits = segments[0]
     *lead, kept, width = packed.shape
     groups, length = group_count(kept), group_rows(kept)
-    out = torch.empty(*lead, groups * length, size, dtype=dtype, device=packed.device)
-    out[..., kept:, :] = 0
+    lanes = []
     for lane in range(8 // bits):
         field = packed >> (bits * lane) if lane else packed
         if bits * (lane + 1) < 8:
             field = field & (2**bits - 1)
-        run = out[..., :kept, lane * width : (lane + 1) * width]
-        run.copy_(field[..., : run.shape[-1]])
-    return out.unflatten(-2, (groups, length))
+        run = torch.empty(*lead, groups * length, min(width, size - lane * width), dtype=dtype, device=packed.device)
+        run[..., kept:, :] = 0
+        run[..., :kept, :] = field[..., : run.shape[-1]]
+        lanes.append(run.unflatten(-2, (groups, length)))
+    return lanes
 
 
 def _unpack_across_rows(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
@@ -216,11 +219,11 @@ class Selected:
                 valid = slots < blocks.block_counts.view(-1, 1, 1)
             self.index = None
             self.valid = valid.expand(batch, heads, count)
-            self._whole = blocks.block_counts is None
+            self.whole = blocks.block_counts is None
         else:
             self.index = block_indices.long().clamp(min=0)
             self.valid = block_indices >= 0
-            self._whole = device.type == "cpu" and bool(self.valid.all())  # elsewhere asking would wait for the device
+            self.whole = device.type == "cpu" and bool(self.valid.all())  # elsewhere asking would wait for the device
             row = torch.arange(batch, device=device).view(-1, 1, 1) * count + self.index
             head = torch.arange(heads, device=device).view(1, -1, 1)
             self._shared_place = row.flatten()  # in a part's leading axes, flattened
@@ -265,7 +268,7 @@ class Selected:
         floating = part.is_floating_point()
         if dtype is not None:
             part = part.to(dtype)
-        if not floating or self._whole:
+        if not floating or self.whole:
             return part
         valid = self.valid[:, : part.shape[1]]
         return torch.where(valid.reshape(*valid.shape, *([1] * (part.ndim - 3))), part, 0)
