@@ -180,7 +180,7 @@ class DKVConfig:
     value_bits: int | None = None
     top_k: int = 16
     route_every: int = 1
-    route_candidates: int = 48
+    route_candidates: int = 32
     router: str = "lowrank"
     share: str = "kv_head"
     sink_blocks: int = 1

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from dkv.types import CLIPS, HALF_TOP, RESIDUAL_GROUP, CompressedBlocks, code_parts
+
+from ._scratch import scratch
 
 Segments = tuple[tuple[int, int], ...]  # (channels, bits) of each run of equally wide channels
 
@@ -137,40 +141,54 @@ def unpack(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
 
     ``C`` counts the channels in stored order up to the last of any width: those of width 0 stand at the end.
     """
-    lanes = unpacked_lanes(packed, segments, dtype)
+    lanes = unpacked_lanes(packed, segments, dtype, reuse=False)
     return lanes[0] if len(lanes) == 1 else torch.cat(lanes, dim=-1)
 
 
-def unpacked_lanes(packed: Tensor, segments: Segments, dtype: torch.dtype) -> list[Tensor]:
-    """:func:`unpack` in runs of channels that are contiguous each: a byte's low and high code lie far apart."""
+def unpacked_lanes(packed: Tensor, segments: Segments, dtype: torch.dtype, reuse: bool) -> list[Tensor]:
+    """:func:`unpack` in runs of channels that are contiguous each: a byte's low and high code lie far apart.
+
+    With ``reuse`` they lie in room that the next call with it overwrites.
+    """
     segments = tuple((size, bits) for size, bits in segments if bits)
-    if len(segments) != 1 or segments[0][1] not in (4, 8):
-        return [_unpack_across_rows(packed, segments, dtype)]
-    size, bits = segments[0]
     *lead, kept, width = packed.shape
     groups, length = group_count(kept), group_rows(kept)
+
+    def room(name: str, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        if reuse:
+            return scratch(name, (*lead, *shape), dtype, packed.device)
+        return torch.empty(*lead, *shape, dtype=dtype, device=packed.device)
+
+    if len(segments) != 1 or segments[0][1] not in (4, 8):
+        codes = _unpack_across_rows(packed, segments, room).mT
+        return [room("codes", *codes.shape[-3:]).copy_(codes)]
+    size, bits = segments[0]
     lanes = []
     for lane in range(8 // bits):
         field = packed >> (bits * lane) if lane else packed
         if bits * (lane + 1) < 8:
             field = field & (2**bits - 1)
-        run = torch.empty(*lead, groups * length, min(width, size - lane * width), dtype=dtype, device=packed.device)
+        run = room(f"lane {lane}", groups * length, min(width, size - lane * width))
         run[..., kept:, :] = 0
         run[..., :kept, :] = field[..., : run.shape[-1]]
         lanes.append(run.unflatten(-2, (groups, length)))
     return lanes
 
 
-def _unpack_across_rows(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
-    """Any runs, whose lanes may be a byte long: the bytes of a group's rows side by side, four of them to an int32."""
-    *lead, kept, width = packed.shape
+def _unpack_across_rows(packed: Tensor, segments: Segments, room: Callable[..., Tensor]) -> Tensor:
+    """Any runs, whose lanes may be a byte long: the bytes of a group's rows side by side, four of them to an int32.
+
+    uint8 codes ``[..., Q, C, group_rows(R)]``.
+    """
+    kept, width = packed.shape[-2:]
     groups, length = group_count(kept), group_rows(kept)
-    columns = torch.zeros(*lead, groups, width, length, dtype=torch.uint8, device=packed.device)
+    columns = room("columns", groups, width, length, dtype=torch.uint8)
     for index, rows in enumerate(packed.split(RESIDUAL_GROUP, dim=-2) if kept else ()):
         columns[..., index, :, : rows.shape[-2]] = rows.mT
+        columns[..., index, :, rows.shape[-2] :] = 0
     words = columns.view(torch.int32)
     channels = sum(size for size, _ in segments)
-    codes = torch.zeros(*lead, groups, channels, words.shape[-1], dtype=torch.int32, device=packed.device)
+    codes = room("words", groups, channels, words.shape[-1], dtype=torch.int32).zero_()
     start = byte = 0
     for size, left in segments:
         run = codes[..., start : start + size, :]
@@ -185,7 +203,7 @@ def _unpack_across_rows(packed: Tensor, segments: Segments, dtype: torch.dtype) 
             if part < 8:
                 field &= 0x01010101 * (2**part - 1)
             run |= field << left if left else field
-    return codes.view(torch.uint8).to(dtype).mT
+    return codes.view(torch.uint8)
 
 
 def group_count(num_residuals: int) -> int:

@@ -14,7 +14,7 @@ from ._storage import Segments, Selected, group_count, group_rows, unpacked_lane
 from .merge import merge_states, saturated
 
 WORKSPACE_BYTES = 64 << 20  # logits and decoded codes held at one time; more selected blocks are taken in pieces
-CODE_BYTES = 8 << 20  # decoded codes on a CPU at one time: what stays in a core's cache
+CODE_BYTES = 4 << 20  # decoded codes on a CPU at one time: what stays in a core's cache
 
 # logits [B, H, M, n] of some keys, and the sum of their values for weights of that shape
 Part = tuple[Tensor, Callable[[Tensor], Tensor]]
@@ -217,17 +217,17 @@ def coded_product(x: Tensor, packed: Tensor, segments: Segments, rows: bool) -> 
     batch, heads, width, groups = x.shape[:4]
     channels = sum(size for size, bits in segments if bits)
     per_block = batch * heads * groups * group_rows(packed.shape[3]) * channels * x.element_size()
-    step = max(1, CODE_BYTES // max(1, per_block)) if x.device.type == "cpu" else width
+    on_cpu = x.device.type == "cpu"
+    step = max(1, CODE_BYTES // max(1, per_block)) if on_cpu else width
+    reuse = on_cpu and not (torch.is_grad_enabled() and x.requires_grad)
     parts = []
     for start in range(0, width, step):
-        piece, lanes = (
-            x[:, :, start : start + step],
-            unpacked_lanes(packed[:, :, start : start + step], segments, x.dtype),
-        )
+        piece = x[:, :, start : start + step]
+        lanes = unpacked_lanes(packed[:, :, start : start + step], segments, x.dtype, reuse)
         if rows:
             widths = [lane.shape[-1] for lane in lanes]
             products = [part @ lane.mT for part, lane in zip(piece.split(widths, dim=-1), lanes, strict=True)]
-            parts.append(functools.reduce(Tensor.add_, products))
+            parts.append(functools.reduce(Tensor.add, products))
         else:
             products = [piece @ lane for lane in lanes]
             parts.append(products[0] if len(lanes) == 1 else torch.cat(products, dim=-1))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dkv.types import CompressedBlocks
 
+from ._scratch import scratch, widened
 from ._storage import Selected
 from .decode import (
     WORKSPACE_BYTES,
@@ -17,12 +18,12 @@ from .decode import (
     cut_selection,
     distinct,
     grouped_queries,
-    lowrank_logits,
     residual_logits,
     residual_mask,
+    u_row_scale,
 )
 
-PIECE_BYTES = 16 << 20  # of what scoring in the rank space widens at one time: what stays in a core's cache
+PIECE_BYTES = 12 << 20  # of what scoring in the rank space widens at one time: what stays in a core's cache
 LOG2_E = math.log2(math.e)
 
 
@@ -140,6 +141,7 @@ def _best(score: Tensor, valid: Tensor, pinned: Tensor, top_k: int) -> Tensor:
     return key.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
 
 
+@torch.no_grad()
 def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: float) -> Tensor:
     """Scores ``[B, Hkv, G * Sq, N]`` of every block, taken in pieces that bound the workspace."""
     grouped = grouped_queries(q, blocks.num_kv_heads)
@@ -152,15 +154,15 @@ def route_scores(q: Tensor, blocks: CompressedBlocks, router: str, sm_scale: flo
         "minmax": 2 * (rows + dim),
         "residual": 2 * blocks.num_residuals * (rows + dim),
     }
-    cached = router == "lowrank" and blocks.format.keeps_every_row and q.device.type == "cpu"
-    space = min(PIECE_BYTES, WORKSPACE_BYTES) if cached else WORKSPACE_BYTES
-    step = max(1, space // max(1, 4 * batch * heads * width[router]))
-    pieces = (_slice_blocks(blocks, i, step) for i in range(0, blocks.num_blocks, step))
-    if router == "lowrank":
-        return torch.cat([_lowrank_scan(grouped, piece, sm_scale) for piece in pieces], dim=-1)
-    return torch.cat([_SCORES[router](grouped, Selected(piece, None), sm_scale) for piece in pieces], dim=-1)
+    if router == "lowrank" and blocks.format.keeps_every_row:
+        return _rank_space_scores(grouped, blocks, sm_scale)
+    step = max(1, WORKSPACE_BYTES // max(1, 4 * batch * heads * width[router]))
+    starts = range(0, blocks.num_blocks, step)
+    pieces = (Selected(_slice_blocks(blocks, start, step), None) for start in starts)
+    return torch.cat([_SCORES[router](grouped, piece, sm_scale) for piece in pieces], dim=-1)
 
 
+@torch.no_grad()
 def candidate_scores(q: Tensor, chosen: Selected, router: str, sm_scale: float) -> Tensor:
     """Scores ``[B, Hkv, G * Sq, W]`` of selected blocks, in pieces that bound the workspace."""
     blocks = chosen.blocks
@@ -181,53 +183,61 @@ def _slice_blocks(blocks: CompressedBlocks, start: int, count: int) -> Compresse
     return blocks.map(cut)
 
 
-def _lowrank_scan(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
-    batch, heads, rows, _ = q.shape
-    logits = _rank_space_logits(q * (sm_scale * LOG2_E), blocks)  # [B, N, H * M, S]
-    every = Selected(blocks, None)
-    if not blocks.format.keeps_every_row:
-        logits = torch.where(residual_mask(blocks, every)[:, 0, :, None], -torch.inf, logits)
-    lse = _lse_of_binary(logits).view(batch, blocks.num_blocks, heads, rows).permute(0, 2, 3, 1)
-    return _with_residual_rows(lse, q, every, sm_scale)
-
-
-def _rank_space_logits(q: Tensor, blocks: CompressedBlocks) -> Tensor:
-    """Logits of every row of every block in the rank space, ``[B, N, H * M, S]``; parts as they lie, none gathered."""
-    dtype = q.dtype
-    query = q[:, None] @ blocks.basis_k.to(dtype).mT  # [B, N, H, M, r]
-    if blocks.basis_k_scale is not None:
-        query = query * blocks.basis_k_scale.to(dtype)[:, :, None, None]
+def _rank_space_scores(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> Tensor:
+    """Of every block that keeps every row, ``[B, H, M, N]``: parts as they lie, one product a block for all heads."""
+    batch, heads, rows, dim = q.shape
+    count, size, rank, dtype, device = blocks.num_blocks, blocks.block_size, blocks.rank, q.dtype, q.device
+    binary = q * (sm_scale * LOG2_E)
+    anchor = binary @ blocks.anchor_k.to(dtype).permute(0, 2, 3, 1)  # [B, H, M, N]
+    scale = None if blocks.basis_k_scale is None else blocks.basis_k_scale[:, None, None].to(dtype)  # [B, 1, 1, N, r]
     row_scale = blocks.u_unit.to(dtype)[..., None]  # [B, N, S or 1]
     if blocks.u_scale is not None:
-        row_scale = row_scale * blocks.u_scale.to(dtype)
-    anchor = (q @ blocks.anchor_k.to(dtype).permute(0, 2, 3, 1)).flatten(1, 2).mT  # [B, N, H * M]
-    # one product per block for all heads: [B, N, H * M, r] @ [B, N, r, S]
-    logits = query.flatten(2, 3) @ blocks.u.to(dtype).mT
-    return logits.mul_(row_scale[:, :, None]).add_(anchor[..., None])
+        row_scale = row_scale * blocks.u_scale
+    sums, peaks = (torch.empty(batch, count, heads * rows, dtype=dtype, device=device) for _ in range(2))
+    per_block = 4 * batch * heads * (size * rows + rank * dim) + 4 * batch * rank * (size + heads * rows)
+    step = max(1, min(PIECE_BYTES, WORKSPACE_BYTES) // max(1, per_block)) if device.type == "cpu" else count
+    for start in range(0, count, step):
+        part = slice(start, min(start + step, count))
+        number = part.stop - start
+        basis = scratch("basis", (batch, heads, number, rank, dim), dtype, device)
+        basis.copy_(blocks.basis_k[:, part].transpose(1, 2))
+        query = (binary @ basis.flatten(2, 3).mT).unflatten(3, (number, rank))  # [B, H, M, n, r]
+        query = query if scale is None else query.mul_(scale[:, :, :, part])
+        turned = scratch("query", (batch, number, heads, rows, rank), dtype, device).copy_(query.permute(0, 3, 1, 2, 4))
+        u = widened("u", blocks.u[:, part], dtype)
+        logits = scratch("logits", (batch * number, heads * rows, size), dtype, device)
+        torch.bmm(turned.view(-1, heads * rows, rank), u.flatten(0, 1).mT, out=logits)
+        logits = logits.view(batch, number, -1, size).mul_(row_scale[:, part, None])
+        _binary_sums(logits, peaks[:, part], sums[:, part])
+    lse = (sums.log2_() + peaks).unflatten(2, (heads, rows)).permute(0, 2, 3, 1)
+    return (lse + anchor) / LOG2_E
 
 
-def _lse_of_binary(logits: Tensor) -> Tensor:
-    """Natural log of the sum of ``2 ** logits`` over the last axis; the logits are overwritten."""
-    peak = logits.amax(-1, keepdim=True)
-    peak = torch.where(peak.isinf(), 0.0, peak)
-    total = logits.sub_(peak).exp2_().sum(-1)  # exp2 takes a third of the time of exp
-    return (total.log2() + peak[..., 0]) / LOG2_E
-
-
-def _with_residual_rows(lse: Tensor, q: Tensor, chosen: Selected, sm_scale: float) -> Tensor:
-    """Low-rank scores ``[B, H, M, W]`` joined with those of the residual rows, where some rows are none."""
-    blocks = chosen.blocks
+def _lowrank(q: Tensor, chosen: Selected, sm_scale: float) -> Tensor:
+    blocks, binary = chosen.blocks, q * (sm_scale * LOG2_E)
+    query = binary[:, :, None] @ widened("basis", chosen.per_head("basis_k"), q.dtype).mT  # [B, H, W, M, r]
+    if blocks.basis_k_scale is not None:
+        query = query * chosen.shared("basis_k_scale", q.dtype)[..., None, :]
+    u = widened("u", chosen.shared("u"), q.dtype)
+    shape = (*query.shape[:-1], u.shape[-2])
+    logits = scratch("logits", (math.prod(shape[:-2]), *shape[-2:]), q.dtype, q.device)
+    torch.bmm(query.flatten(0, 2), u.expand(*query.shape[:3], -1, -1).flatten(0, 2).mT, out=logits)
+    logits = logits.view(shape).mul_(u_row_scale(blocks, chosen, q.dtype)[..., None, :])
+    if not blocks.format.keeps_every_row:
+        logits.masked_fill_(residual_mask(blocks, chosen)[..., None, :], -torch.inf)
+    peaks, sums = torch.empty(2, *shape[:-1], dtype=q.dtype, device=q.device)
+    _binary_sums(logits, peaks, sums)
+    lse = ((sums.log2_() + peaks).mT + anchor_logits(binary, chosen)) / LOG2_E  # [B, H, M, W]
     if blocks.format.keeps_every_row or blocks.num_residuals == 0:
         return lse
     return torch.logaddexp(lse, residual_logits(q, blocks, chosen, sm_scale).logsumexp(-1))
 
 
-def _lowrank(q: Tensor, chosen: Selected, sm_scale: float) -> Tensor:
-    blocks = chosen.blocks
-    logits, _ = lowrank_logits(q * LOG2_E, blocks, chosen, sm_scale)  # [B, H, W, M, S]
-    if not blocks.format.keeps_every_row:
-        logits = torch.where(residual_mask(blocks, chosen)[..., None, :], -torch.inf, logits)
-    return _with_residual_rows(_lse_of_binary(logits).mT, q, chosen, sm_scale)
+def _binary_sums(logits: Tensor, peaks: Tensor, sums: Tensor) -> None:
+    """Largest logit over the last axis, and the sum of ``2 ** (logit - largest)``; the logits are overwritten."""
+    limit = torch.finfo(logits.dtype).max  # inf - inf would be NaN
+    torch.amax(logits, -1, out=peaks).clamp_(-limit, limit)
+    torch.sum(logits.sub_(peaks[..., None]).exp2_(), -1, out=sums)  # exp2 takes a third of the time of exp
 
 
 def _keys(q: Tensor, chosen: Selected, sm_scale: float) -> Tensor:
