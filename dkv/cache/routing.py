@@ -91,7 +91,8 @@ def _scan(
         every = _every(blocks, counts)
         return every, every
     rule = _rule(own, own.top_k, sm_scale)
-    if layer.route_every == 1 or layer.route_candidates == 0:
+    pinned = rule[-2] + rule[-1] == own.top_k
+    if layer.route_every == 1 or layer.route_candidates == 0 or pinned:
         chosen = Selected(blocks, route_blocks(q, blocks, own.top_k, *rule))
         return chosen, chosen
     chosen_blocks, candidates = scan_blocks(q, blocks, own.top_k, *rule, layer.route_candidates)

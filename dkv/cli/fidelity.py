@@ -40,7 +40,8 @@ def fidelity(
         Path | None, typer.Option(help="Show the rows of this JSON file too, as kvpress_peer writes it.")
     ] = None,
     profile: _common.ProfileOption = None,
-    routing: Annotated[bool, typer.Option("--routing", help="Compare routers instead: 8 blocks of each head.")] = False,
+    routing: Annotated[bool, typer.Option("--routing", help="Compare routers instead.")] = False,
+    top_k: Annotated[int, typer.Option(help="Blocks of each head, with --routing.")] = 8,
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Compare block-sparse prefill with dense prefill instead.")
     ] = False,
@@ -53,6 +54,7 @@ def fidelity(
     if len(set(starts)) < len(starts):
         raise CliError(f"--offsets must differ, got {offsets!r}")
     _common.at_least("--trials", trials, 0)
+    _common.at_least("--top-k", top_k, 1)
     _common.check_writable(json_file)
     if prefill and (routing or add or plot):
         raise CliError("--prefill has a table of its own: leave --routing, --add and --plot out")
@@ -73,7 +75,7 @@ def fidelity(
     if prefill:
         chosen = prefill_fidelity.default_variants(scores)
     elif routing and scores is not None:
-        chosen = bench.routed_variants(scores)
+        chosen = bench.routed_variants(scores, top_k)
     else:
         chosen = bench.default_variants(scores)
     if variants is not None:

@@ -206,8 +206,8 @@ def _rank_space_scores(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> 
         turned = scratch("query", (batch, number, heads, rows, rank), dtype, device).copy_(query.permute(0, 3, 1, 2, 4))
         u = widened("u", blocks.u[:, part], dtype)
         logits = scratch("logits", (batch * number, heads * rows, size), dtype, device)
-        torch.bmm(turned.view(-1, heads * rows, rank), u.flatten(0, 1).mT, out=logits)
-        logits = logits.view(batch, number, -1, size).mul_(row_scale[:, part, None])
+        torch.bmm(turned.view(batch * number, heads * rows, rank), u.flatten(0, 1).mT, out=logits)
+        logits = logits.view(batch, number, heads * rows, size).mul_(row_scale[:, part, None])
         _binary_sums(logits, peaks[:, part], sums[:, part])
     lse = (sums.log2_() + peaks).unflatten(2, (heads, rows)).permute(0, 2, 3, 1)
     return (lse + anchor) / LOG2_E
