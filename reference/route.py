@@ -153,7 +153,7 @@ def select_blocks(
     """
     B, H, N = p.shape
     p = np.where(np.isnan(p), -np.inf, widen(p))
-    valid = np.broadcast_to(valid.reshape(B, -1, N), (B, H, N))
+    valid = np.broadcast_to(valid if valid.ndim == 3 else valid[:, None], (B, H, N))
     selected = np.full((B, H, min(top_k, N)), -1, np.int32)
     for b, h in np.ndindex(B, H):
         usable = np.flatnonzero(valid[b, h])

@@ -99,7 +99,7 @@ def decode(
     out.print(
         f"DKV selects {top_k} blocks of 256 in every step: from all of them every {route_every} steps, else from the "
         f"{config.route_candidates} best of the last scan and those that follow the selected ones. It attends sink and "
-        "window exactly and closes a block every 256 steps; ms is the mean of a step. Best dense is one bmm per kv head."
+        "window exactly and closes a block every 256; ms is the mean of a step. Best dense is one bmm per kv head."
     )
     _common.write_json(json_file, rows)
 
