@@ -214,6 +214,16 @@ def test_what_brings_the_next_scan_forward(scans, change):
     assert [name for name, _ in scans[seen:]] == ["route_scores", "candidate_scores"]
 
 
+def test_a_shallow_copy_that_changes_leaves_the_layer_its_candidates(scans):
+    state = filled(3 + 9 * 16 + 21, route_every=100, route_candidates=3)
+    steps(state, 1)
+    twin = copy.copy(state)
+    twin.crop(1)
+    copy.copy(state).configure(state.config)
+    steps(state, 1)
+    assert [name for name, _ in scans] == ["route_scores", "candidate_scores"]
+
+
 def test_room_that_steps_reuse_changes_no_number(monkeypatch):
     """Other steps in between, of other shapes, leave nothing behind; nor does a step that asks for gradients."""
     from dkv.kernels.torch import _scratch, _storage

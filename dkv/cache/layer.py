@@ -67,7 +67,6 @@ class LayerCache:
     ) -> None:
         self.config = config
         self.groups: tuple[HeadGroup, ...] | None = None
-        self._routing = Routing()
         self.reset()
         self.configure(config, groups, selects)
 
@@ -91,7 +90,7 @@ class LayerCache:
                 raise ValueError("config stores blocks in another way than the closed ones are stored")
         self.config, self.groups = config, groups
         self.selects = None if selects is None else tuple(selects)
-        self._routing.restart()
+        self._routing = Routing()
 
     def reset(self) -> None:
         """Forget everything; the next append starts a new batch of any size."""
@@ -104,7 +103,7 @@ class LayerCache:
         self.v_rows: Tensor | None = None
         self.visited = self.visible = 0
         self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
-        self._routing.restart()
+        self._routing = Routing()
 
     def head_groups(self) -> tuple[HeadGroup, ...]:
         """All groups, once keys were seen."""
@@ -186,7 +185,7 @@ class LayerCache:
         fresh = self.offset == 0
         last = self._append(k, v, padding)
         if q.shape[2] > 1:
-            self._routing.restart()
+            self._routing = Routing()
         dense = self._dense_queries(q.shape[2], padding)
         if dense == 0:
             out = q.new_zeros(*q.shape[:2], 0, v.shape[3])
@@ -410,7 +409,7 @@ class LayerCache:
         however the tokens came.
         """
         if close_blocks(self, window):
-            self._routing.forget()
+            self._routing = self._routing.forgotten()
 
     # surgery: each of these walks every part
 
@@ -431,7 +430,7 @@ class LayerCache:
             return
         gone = [count] * self.batch_size if self.real is None else self.real[:, -count:].sum(1).tolist()
         check_crop(self.config, self.tokens, self.rows, self.block_counts, gone, f"crop of {count} positions")
-        self._routing.restart()
+        self._routing = Routing()
         self.offset -= count
         self.rows = [row - lost for row, lost in zip(self.rows, gone, strict=True)]
         self.tokens = [token - lost for token, lost in zip(self.tokens, gone, strict=True)]
@@ -452,7 +451,7 @@ class LayerCache:
         if any(not -self.batch_size <= i < self.batch_size for i in picked):
             raise IndexError(f"index must name sequences 0..{self.batch_size - 1}, got {picked}")
         assert self.k_rows is not None
-        self._routing.forget()
+        self._routing = self._routing.forgotten()
         where = torch.tensor(picked, dtype=torch.long, device=self.k_rows.device) % self.batch_size
         self.k_rows, self.v_rows, self.real = (
             None if part is None else part.index_select(0, where) for part in (self.k_rows, self.v_rows, self.real)

@@ -22,16 +22,15 @@ class Routing:
     Where every block is attended, or the steps after a scan are to keep its selection, the selection itself.
     """
 
-    def __init__(self) -> None:
-        self.restart()
+    def __init__(self, steps: int = 0) -> None:
+        self._steps = steps  # of one token, since the last chunk
+        self._forget()
 
-    def restart(self) -> None:
-        """A chunk came, or tokens were taken away: the first steps begin again."""
-        self._steps = 0  # of one token, since the last chunk
-        self.forget()
+    def forgotten(self) -> Routing:
+        """The next step scans. A new value: a layer's shallow copy changes nothing of the layer."""
+        return Routing(self._steps)
 
-    def forget(self) -> None:
-        """The next step scans."""
+    def _forget(self) -> None:
         self._found: list[Tensor | Selected] = []
         self._used = 0  # steps since the scan, itself included
 
@@ -47,7 +46,7 @@ class Routing:
         """What one query ``q [B, Hq, 1, D]`` attends, for every group; None for a group that stores nothing."""
         self._steps += 1
         if self._steps <= FIRST_STEPS or self._used >= config.route_every:
-            self.forget()
+            self._forget()
         self._used += 1
         heads_kv = sum(len(group.heads) for group in groups)
         chosen: list[Selected | None] = []

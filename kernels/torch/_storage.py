@@ -141,14 +141,17 @@ def unpack(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
 
     ``C`` counts the channels in stored order up to the last of any width: those of width 0 stand at the end.
     """
-    lanes = unpacked_lanes(packed, segments, dtype, reuse=False)
+    lanes = unpacked_lanes(packed, segments, dtype)
     return lanes[0] if len(lanes) == 1 else torch.cat(lanes, dim=-1)
 
 
-def unpacked_lanes(packed: Tensor, segments: Segments, dtype: torch.dtype, reuse: bool) -> list[Tensor]:
+def unpacked_lanes(
+    packed: Tensor, segments: Segments, dtype: torch.dtype, reuse: bool = False, padded: bool = True
+) -> list[Tensor]:
     """:func:`unpack` in runs of channels that are contiguous each: a byte's low and high code lie far apart.
 
-    With ``reuse`` they lie in room that the next call with it overwrites.
+    With ``reuse`` they lie in room that the next call with it overwrites. Rows beyond ``R`` may be anything where not
+    ``padded``.
     """
     segments = tuple((size, bits) for size, bits in segments if bits)
     *lead, kept, width = packed.shape
@@ -169,7 +172,8 @@ def unpacked_lanes(packed: Tensor, segments: Segments, dtype: torch.dtype, reuse
         if bits * (lane + 1) < 8:
             field = field & (2**bits - 1)
         run = room(f"lane {lane}", groups * length, min(width, size - lane * width))
-        run[..., kept:, :] = 0
+        if padded:
+            run[..., kept:, :] = 0
         run[..., :kept, :] = field[..., : run.shape[-1]]
         lanes.append(run.unflatten(-2, (groups, length)))
     return lanes
@@ -222,7 +226,7 @@ class Selected:
     """The parts of the selected blocks, laid out ``[B, H, W, ...]``; parts of unused slots read as zero.
 
     ``block_indices`` of None takes every block as a view, without a copy. Else the small parts, those not in
-    ``PER_ROW``, are gathered once for all who ask.
+    ``PER_ROW``, are gathered once for all who ask. ``whole`` is True only where every slot is used.
     """
 
     def __init__(self, blocks: CompressedBlocks, block_indices: Tensor | None) -> None:
@@ -239,13 +243,15 @@ class Selected:
             self.valid = valid.expand(batch, heads, count)
             self.whole = blocks.block_counts is None
         else:
-            self.index = block_indices.long().clamp(min=0)
             self.valid = block_indices >= 0
             self.whole = device.type == "cpu" and bool(self.valid.all())  # elsewhere asking would wait for the device
-            row = torch.arange(batch, device=device).view(-1, 1, 1) * count + self.index
+            self.index = block_indices.long() if self.whole else block_indices.long().clamp(min=0)
+            row = self.index
+            if batch > 1:
+                row = torch.arange(batch, device=device).view(-1, 1, 1) * count + row
             head = torch.arange(heads, device=device).view(1, -1, 1)
             self._shared_place = row.flatten()  # in a part's leading axes, flattened
-            self._head_place = (row * heads + head).flatten()
+            self._head_place = torch.add(head, row, alpha=heads).flatten()
 
     def cut(self, start: int, count: int) -> Selected:
         """``count`` slots of the selection from ``start``."""

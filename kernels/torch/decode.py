@@ -223,7 +223,7 @@ def coded_product(x: Tensor, packed: Tensor, segments: Segments, rows: bool) -> 
     parts = []
     for start in range(0, width, step):
         piece = x[:, :, start : start + step]
-        lanes = unpacked_lanes(packed[:, :, start : start + step], segments, x.dtype, reuse)
+        lanes = unpacked_lanes(packed[:, :, start : start + step], segments, x.dtype, reuse, padded=not rows)
         if rows:
             widths = [lane.shape[-1] for lane in lanes]
             products = [part @ lane.mT for part, lane in zip(piece.split(widths, dim=-1), lanes, strict=True)]
