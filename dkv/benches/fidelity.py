@@ -86,7 +86,7 @@ def routed_variants(profile: HeadProfile, top_k: int = 8) -> dict[str, DKVConfig
     }
     plain = DKVConfig(chunk_top_k=top_k, route_candidates=2 * top_k)
     scans = {
-        f"default, top {top_k}" + (f" scanned every {every} steps" if every > 1 else ""): dataclasses.replace(
+        f"default top {top_k}" + (f" scanned every {every} steps" if every > 1 else ""): dataclasses.replace(
             plain, route_every=every
         )
         for every in (1, 2, 4, 8)
