@@ -348,15 +348,16 @@ def row_part(
     """Plain rows for grouped ``q [B, H, G * Sq, D]``; ``last`` and ``first [B, Sq]`` as in :func:`attend_rows`."""
     k, v = k.to(q.dtype), v.to(q.dtype)
     logits = capped((q * sm_scale) @ k.mT, softcap)
-    if last is None and first is None:
+    bounds = first if last is None else last
+    if bounds is None:
         return logits, lambda weight: weight @ v
     slots = torch.arange(k.shape[2], device=q.device)
     if not clean and last is not None:
         v = torch.where((slots <= last.amax(1)[:, None])[:, None, :, None], v, 0.0)
     if first is not None:
         v = torch.where((slots >= first.amin(1)[:, None])[:, None, :, None], v, 0.0)
-    length = (last if last is not None else first).shape[1]
-    logits = torch.where(_seen(slots, last, first), logits.unflatten(2, (-1, length)), -torch.inf).flatten(2, 3)
+    logits = logits.unflatten(2, (-1, bounds.shape[1]))
+    logits = torch.where(_seen(slots, last, first), logits, -torch.inf).flatten(2, 3)
     return logits, lambda weight: weight @ v
 
 

@@ -188,17 +188,19 @@ def _rank_space_scores(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> 
     batch, heads, rows, dim = q.shape
     count, size, rank, dtype, device = blocks.num_blocks, blocks.block_size, blocks.rank, q.dtype, q.device
     binary = q * (sm_scale * LOG2_E)
-    anchor = binary @ blocks.anchor_k.to(dtype).permute(0, 2, 3, 1)  # [B, H, M, N]
     scale = None if blocks.basis_k_scale is None else blocks.basis_k_scale[:, None, None].to(dtype)  # [B, 1, 1, N, r]
-    row_scale = blocks.u_unit.to(dtype)[..., None]  # [B, N, S or 1]
-    if blocks.u_scale is not None:
-        row_scale = row_scale * blocks.u_scale
     sums, peaks = (torch.empty(batch, count, heads * rows, dtype=dtype, device=device) for _ in range(2))
     per_block = 4 * batch * heads * (size * rows + rank * dim) + 4 * batch * rank * (size + heads * rows)
-    step = max(1, min(PIECE_BYTES, WORKSPACE_BYTES) // max(1, per_block)) if device.type == "cpu" else count
+    space = min(PIECE_BYTES, WORKSPACE_BYTES) if device.type == "cpu" else WORKSPACE_BYTES
+    step = max(1, space // max(1, per_block))
+    anchors = []
     for start in range(0, count, step):
         part = slice(start, min(start + step, count))
         number = part.stop - start
+        anchors.append(binary @ blocks.anchor_k[:, part].to(dtype).permute(0, 2, 3, 1))  # [B, H, M, n]
+        row_scale = blocks.u_unit[:, part, None].to(dtype)  # [B, n, S or 1]
+        if blocks.u_scale is not None:
+            row_scale = row_scale * blocks.u_scale[:, part]
         basis = scratch("basis", (batch, heads, number, rank, dim), dtype, device)
         basis.copy_(blocks.basis_k[:, part].transpose(1, 2))
         query = (binary @ basis.flatten(2, 3).mT).unflatten(3, (number, rank))  # [B, H, M, n, r]
@@ -207,10 +209,10 @@ def _rank_space_scores(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> 
         u = widened("u", blocks.u[:, part], dtype)
         logits = scratch("logits", (batch * number, heads * rows, size), dtype, device)
         torch.bmm(turned.view(batch * number, heads * rows, rank), u.flatten(0, 1).mT, out=logits)
-        logits = logits.view(batch, number, heads * rows, size).mul_(row_scale[:, part, None])
+        logits = logits.view(batch, number, heads * rows, size).mul_(row_scale[:, :, None])
         _binary_sums(logits, peaks[:, part], sums[:, part])
     lse = (sums.log2_() + peaks).unflatten(2, (heads, rows)).permute(0, 2, 3, 1)
-    return (lse + anchor) / LOG2_E
+    return (lse + torch.cat(anchors, dim=-1)) / LOG2_E
 
 
 def _lowrank(q: Tensor, chosen: Selected, sm_scale: float) -> Tensor:
