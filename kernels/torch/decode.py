@@ -79,6 +79,8 @@ def residual_attention(
     q: Tensor, blocks: CompressedBlocks, block_indices: Tensor, sm_scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """The stored residual rows of the selected blocks."""
+    if blocks.num_residuals == 0:
+        return empty_state(q, blocks.head_dim_v, None)
     return _over_pieces(residual_part, q, choose(blocks, block_indices), sm_scale, softcap)
 
 
@@ -237,10 +239,8 @@ def coded_product(x: Tensor, packed: Tensor, segments: Segments, rows: bool) -> 
 def residual_part(
     q: Tensor, blocks: CompressedBlocks, chosen: Selected, sm_scale: float, softcap: float | None
 ) -> Part:
-    """The stored residual rows, for grouped ``q [B, H, M, D]``."""
+    """The stored residual rows, of which there are some, for grouped ``q [B, H, M, D]``."""
     dtype, kept, fmt = q.dtype, blocks.num_residuals, blocks.format
-    if kept == 0:
-        return q.new_empty(*q.shape[:3], 0), lambda weight: q.new_zeros(*q.shape[:3], blocks.head_dim_v)
     logits = capped(residual_logits(q, blocks, chosen, sm_scale), softcap)
     if not chosen.whole:
         logits = torch.where(chosen.valid[:, :, None, :, None], logits, -torch.inf)
