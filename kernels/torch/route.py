@@ -190,7 +190,7 @@ def _rank_space_scores(q: Tensor, blocks: CompressedBlocks, sm_scale: float) -> 
     binary = q * (sm_scale * LOG2_E)
     scale = None if blocks.basis_k_scale is None else blocks.basis_k_scale[:, None, None].to(dtype)  # [B, 1, 1, N, r]
     sums, peaks = (torch.empty(batch, count, heads * rows, dtype=dtype, device=device) for _ in range(2))
-    per_block = 4 * batch * heads * (size * rows + rank * dim) + 4 * batch * rank * (size + heads * rows)
+    per_block = 4 * batch * heads * (2 * size * rows + rank * dim) + 4 * batch * rank * (size + heads * rows)
     space = min(PIECE_BYTES, WORKSPACE_BYTES) if device.type == "cpu" else WORKSPACE_BYTES
     step = max(1, space // max(1, per_block))
     anchors = []
