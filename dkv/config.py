@@ -112,8 +112,12 @@ class DKVConfig:
     top_k : int
         Blocks that a decode step attends, per kv head.
     route_every : int
-        Decode steps of the torch runtime that use one selection, once 16 steps after a chunk of several tokens have
-        each had their own. A block that closes ends a selection; the window is always exact.
+        Decode steps of the torch runtime from one scan of every block to the next, once 16 steps after a chunk of
+        several tokens have each scanned. A step in between selects among the candidates of the last scan, scored
+        anew. A block that closes brings the next scan forward; the window is always exact.
+    route_candidates : int
+        The best so many blocks of a scan are its candidates, per kv head, ``top_k`` at least, and beside them those
+        that follow the selected ones. At 0 the steps after a scan keep its selection as it is.
     router : {"lowrank", "keys", "minmax", "residual"}
         "keys" scores every stored row of a block; the others a cheaper picture of it.
     share : {"kv_head", "all"}
@@ -182,6 +186,7 @@ class DKVConfig:
     value_bits: int | None = None
     top_k: int = 16
     route_every: int = 1
+    route_candidates: int = 32
     router: str = "lowrank"
     share: str = "kv_head"
     sink_blocks: int = 1
@@ -212,6 +217,7 @@ class DKVConfig:
         self._check_int("num_residuals", 0)
         self._check_int("top_k", 1)
         self._check_int("route_every", 1)
+        self._check_int("route_candidates", 0)
         self._check_int("sink_blocks", 0)
         self._check_int("recent_blocks", 0)
         self._check_int("window", 1)

@@ -19,6 +19,7 @@ def route_blocks(
     sm_scale: float | None = None,
     sink_blocks: int = 1,
     recent_blocks: int = 0,
+    candidates: np.ndarray | None = None,
 ) -> np.ndarray:
     """The blocks that carry most of the attention of ``q``.
 
@@ -35,6 +36,8 @@ def route_blocks(
     sm_scale : float, optional
     sink_blocks, recent_blocks : int
         First and last valid blocks that are selected whatever their score.
+    candidates : array [B, Hkv, C], int32, optional
+        As :func:`candidate_blocks` gives them: only these are scored and selected.
 
     Returns
     -------
@@ -43,13 +46,50 @@ def route_blocks(
     """
     B, Hq = q.shape[:2]
     N, Hkv = blocks.anchor_k.shape[1:3]
-    share_of_mass = block_probabilities(route_scores(q, blocks, router, sm_scale))  # [B, Hq, Sq, N]
+    scores, valid = (
+        route_scores(q, blocks, router, sm_scale),
+        valid_blocks(blocks)[:, None],
+    )  # [B, Hq, Sq, N], [B, 1, N]
+    if candidates is not None:
+        valid = valid & (candidates[..., None] == np.arange(N)).any(axis=2)  # [B, Hkv, N]
+        scores = np.where(np.repeat(valid, Hq // Hkv, axis=1)[:, :, None], scores, -np.inf)
+    share_of_mass = block_probabilities(scores)  # [B, Hq, Sq, N]
     queries = max(q.shape[2], 1)
     if share == "all":
         p = np.repeat(share_of_mass.sum(axis=2).mean(axis=1)[:, None] / queries, Hkv, axis=1)  # [B, Hkv, N]
     else:
         p = share_of_mass.reshape(B, Hkv, Hq // Hkv, q.shape[2], N).max(axis=2).sum(axis=2) / queries
-    return select_blocks(p, valid_blocks(blocks), top_k, sink_blocks, recent_blocks)
+    return select_blocks(p, valid, top_k, sink_blocks, recent_blocks)
+
+
+def candidate_blocks(
+    q: np.ndarray,
+    blocks: Any,
+    top_k: int,
+    router: str,
+    share: str,
+    sm_scale: float | None,
+    sink_blocks: int,
+    recent_blocks: int,
+    number: int,
+) -> np.ndarray:
+    """What steps after a scan by ``q`` select from: its best ``number`` blocks, and those after the selected ones.
+
+    Returns
+    -------
+    array [B, Hkv, C], int32
+        Ascending block indices, then -1.
+    """
+    rule = router, share, sm_scale, sink_blocks, recent_blocks
+    chosen, best = (route_blocks(q, blocks, most, *rule) for most in (top_k, max(top_k, number)))
+    B, Hkv, _ = chosen.shape
+    counts = valid_blocks(blocks).sum(axis=1)
+    found = np.full((B, Hkv, best.shape[2] + chosen.shape[2]), -1, np.int32)
+    for b, h in np.ndindex(B, Hkv):
+        after = chosen[b, h][chosen[b, h] >= 0] + 1
+        both = np.union1d(best[b, h][best[b, h] >= 0], after[after < counts[b]])
+        found[b, h, : len(both)] = both
+    return found
 
 
 def route_scores(q: np.ndarray, blocks: Any, router: str, sm_scale: float | None = None) -> np.ndarray:
@@ -102,7 +142,7 @@ def select_blocks(
     ----------
     p : array [B, H, N]
         NaN counts as ``-inf``.
-    valid : array [B, N], bool
+    valid : array [B, N] or [B, H, N], bool
         Blocks that may be selected. The first ``sink_blocks`` and last ``recent_blocks`` of them always are.
     top_k, sink_blocks, recent_blocks : int
 
@@ -113,9 +153,10 @@ def select_blocks(
     """
     B, H, N = p.shape
     p = np.where(np.isnan(p), -np.inf, widen(p))
+    valid = np.broadcast_to(valid if valid.ndim == 3 else valid[:, None], (B, H, N))
     selected = np.full((B, H, min(top_k, N)), -1, np.int32)
     for b, h in np.ndindex(B, H):
-        usable = np.flatnonzero(valid[b])
+        usable = np.flatnonzero(valid[b, h])
         pinned = np.union1d(usable[:sink_blocks], usable[max(0, len(usable) - recent_blocks) :])
         others = np.setdiff1d(usable, pinned)
         best = others[np.argsort(-p[b, h, others], kind="stable")]

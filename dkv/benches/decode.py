@@ -12,7 +12,8 @@ import torch
 
 import dkv
 from dkv.benches.timing import milliseconds
-from dkv.cache.layer import FIRST_STEPS, LayerCache
+from dkv.cache.layer import LayerCache
+from dkv.cache.routing import FIRST_STEPS
 from dkv.config import DKVConfig
 from dkv.types import CompressedBlocks
 
@@ -32,10 +33,11 @@ def run(
 ) -> list[dict[str, Any]]:
     """One row per context: DKV, the best dense form (one bmm per kv head) and SDPA, taking turns, medians.
 
-    A DKV step is a whole step of the runtime's layer: the new row stored, blocks routed every ``config.route_every``
-    steps, selected blocks, sink rows and window attended, and a share of what closing a block takes. Dense attention
-    finds its rows stored. Every DKV step follows a dense one, so that nothing of it is left in the processor's caches.
-    Timing begins when the first steps, which each route, are over.
+    A DKV step is a whole step of the runtime's layer: the new row stored, blocks selected, from all of them every
+    ``config.route_every`` steps, selected blocks, sink rows and window attended, and a share of what closing a block
+    takes. Nothing that a step decodes serves the next one, so it makes no difference how often a selection changes.
+    Dense attention finds its rows stored. Every DKV step follows a dense one, so that nothing of it is left in the
+    processor's caches. Timing begins when the first steps, which each scan, are over.
 
     The compressed blocks are real ones of random K and V, repeated to fill the context: the time of a step depends on
     shapes and on which blocks are selected, not on what they hold.
@@ -44,7 +46,7 @@ def run(
     -------
     list of dict
         Keys ``op``, ``context``, ``dtype``, ``ms`` (mean of a routing period, median of the periods), ``dense_ms``,
-        ``sdpa_ms``, ``ratio`` (``dense_ms / ms``), ``route_ms`` (the step that routes), ``other_ms`` (one that does
+        ``sdpa_ms``, ``ratio`` (``dense_ms / ms``), ``route_ms`` (the step that scans), ``other_ms`` (one that does
         not), ``close_ms`` (closing one block, 1 in ``block_size`` of which is in ``ms``), ``top_k``, ``route_every``,
         ``threads``.
     """
@@ -74,7 +76,7 @@ def run(
             }
             period = config.route_every
             turns: dict[str, list[float]] = {name: [] for name in steps}
-            for _ in range(FIRST_STEPS + period - 1):  # the next one routes
+            for _ in range(FIRST_STEPS + period - 1):  # the next one scans
                 steps["dkv"]()
             for turn in range((repeats + 1) * period):
                 for name, step in steps.items():

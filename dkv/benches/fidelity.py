@@ -54,19 +54,29 @@ def default_variants(profile: HeadProfile | None = None) -> dict[str, DKVConfig]
 def routed_variants(profile: HeadProfile, top_k: int = 8) -> dict[str, DKVConfig]:
     """The preset "balanced" with all blocks, and with ``top_k`` blocks of its routed heads by every router.
 
-    Every token has a selection of its own, or several tokens share one. Rank 32 takes its bytes from the widths: the
-    ratio stays.
+    Every token scans all blocks, or several tokens share a selection, or those after a scan select among twice
+    ``top_k`` candidates and the blocks that follow. Rank 32 takes its bytes from the widths: the ratio stays. Beside
+    them the default settings, which route every head in a rank-32 space of their own.
     """
     whole = DKVConfig.preset("balanced", profile)
     picks: dict[str, dict[str, Any]] = {
         "keys": {},
-        "keys every 4 steps": {"route_every": 4},
-        "keys every 8 steps": {"route_every": 8},
-        "keys every 4 steps and twice the blocks": {"route_every": 4, "chunk_top_k": 2 * top_k},
+        "keys every 4 steps": {"route_every": 4, "route_candidates": 0},
+        "keys every 8 steps": {"route_every": 8, "route_candidates": 0},
+        "keys every 4 steps and twice the blocks": {
+            "route_every": 4,
+            "route_candidates": 0,
+            "chunk_top_k": 2 * top_k,
+        },
         "keys, every head": {"routed_share": 1.0},
-        "keys of every head every 8 steps": {"routed_share": 1.0, "route_every": 8},
+        "keys of every head every 8 steps": {"routed_share": 1.0, "route_every": 8, "route_candidates": 0},
         "lowrank, rank 32": {"router": "lowrank", "rank": 32},
-        "lowrank of rank 32 every 8 steps": {"router": "lowrank", "rank": 32, "route_every": 8},
+        "lowrank of rank 32 every 8 steps": {
+            "router": "lowrank",
+            "rank": 32,
+            "route_every": 8,
+            "route_candidates": 0,
+        },
         "residual": {"router": "residual"},
         "minmax": {"router": "minmax"},
     }
@@ -74,7 +84,14 @@ def routed_variants(profile: HeadProfile, top_k: int = 8) -> dict[str, DKVConfig
         f"top {top_k} by {name}": dataclasses.replace(whole, **{"chunk_top_k": top_k, **changes})
         for name, changes in picks.items()
     }
-    return {"balanced": whole, "all blocks, rank 32": dataclasses.replace(whole, rank=32), **routed}
+    plain = DKVConfig(chunk_top_k=top_k, route_candidates=2 * top_k)
+    scans = {
+        f"default top {top_k}" + (f" scanned every {every} steps" if every > 1 else ""): dataclasses.replace(
+            plain, route_every=every
+        )
+        for every in (1, 2, 4, 8)
+    }
+    return {"balanced": whole, "all blocks, rank 32": dataclasses.replace(whole, rank=32), **routed, **scans}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,19 @@ from dkv.cache.heads import check_groups, codec_of, one_group, pick, put_back
 from dkv.cache.lengths import check_crop, check_room
 from dkv.cache.pool import cut_blocks, with_counts
 from dkv.cache.prefill import FEWEST_QUERIES, Past, alike, attend_past, dense_causal
+from dkv.cache.routing import Routing, chunk_blocks
 from dkv.config import DKVConfig, HeadGroup
-from dkv.kernels.torch._storage import Selected
-from dkv.kernels.torch.decode import attend_rows, choose, merge_selected
+from dkv.kernels.torch.decode import (
+    attend_rows,
+    block_parts,
+    grouped_queries,
+    merge_selected,
+    row_part,
+    sink_rows,
+    softmax_with_sink,
+)
 from dkv.kernels.torch.merge import rounded
-from dkv.kernels.torch.route import route_blocks
 from dkv.types import CompressedBlocks
-
-FIRST_STEPS = 16  # after a chunk: a question may end in them and its answer begin, so each routes for itself
 
 
 class LayerCache:
@@ -94,7 +99,7 @@ class LayerCache:
                 raise ValueError("config stores blocks in another way than the closed ones are stored")
         self.config, self.groups = config, groups
         self.selects = None if selects is None else tuple(selects)
-        self._restart_routing()
+        self._routing = Routing()
 
     def reset(self) -> None:
         """Forget everything; the next append starts a new batch of any size."""
@@ -108,16 +113,7 @@ class LayerCache:
         self.v_rows: Tensor | None = None
         self.visited = self.visible = 0
         self.real: Tensor | None = None  # [B, offset] bool, None while there is no padding
-        self._restart_routing()
-
-    def _restart_routing(self) -> None:
-        self._steps = 0  # of one token, since the last chunk
-        self._forget_selection()
-
-    def _forget_selection(self) -> None:
-        """The next step routes, whatever the steps before it chose."""
-        self._selection: tuple[Selected, ...] = ()  # of each stored group
-        self._selected_for = 0  # steps that have used it
+        self._routing = Routing()
 
     def head_groups(self) -> tuple[HeadGroup, ...]:
         """All groups, once keys were seen."""
@@ -207,7 +203,7 @@ class LayerCache:
         fresh = self.offset == 0
         last = self._append(k, v, padding)
         if q.shape[2] > 1:
-            self._restart_routing()
+            self._routing = Routing()
         dense = self._dense_queries(q.shape[2], padding)
         if dense == 0:
             out = q.new_zeros(*q.shape[:2], 0, v.shape[3])
@@ -275,7 +271,7 @@ class LayerCache:
             pasts = [(heads, past.without(len(real) - len(at))) for heads, past in self._pasts(sequences)]
             if len(at):
                 state, *_ = attend_past(q[sequences].index_select(2, at), pasts, selects, every, scale, softcap, sink)
-                out[sequences].index_copy_(2, at, saturated(state, out.dtype))
+                out[sequences].index_copy_(2, at, rounded(state, out.dtype))
         return out
 
     def _stretches(self, at: Tensor) -> list[tuple[Tensor, DKVConfig, tuple[bool, ...], int]]:
@@ -332,60 +328,65 @@ class LayerCache:
             assert last is not None
             q, last = q[:, :, :count], last[:, :count]
             padding = None if padding is None else padding[:, :count]
-        wide = q.float()  # partial outputs stay float32 until the merge
+        wide = q.float()  # partial outputs stay float32 until the end
         k, v = self.k_rows[:, :, :stored], self.v_rows[:, :, :stored]
+        if self.blocks and length == 1:
+            out = self._attend_step(wide, k, v, last, scale, softcap, sink, clean=not ragged)
+            return rounded(out, q.dtype)
         state = attend_rows(wide, k, v, last, None, softcap, sink, scale, clean=not ragged)
         if self.blocks:
-            state = self._merge_blocks(state, wide, padding, scale, softcap, length)
+            state = self._merge_blocks(state, wide, padding, scale, softcap)
         return rounded(state[0], q.dtype)
 
-    def _merge_blocks(
+    def _attend_step(
         self,
-        exact: tuple[Tensor, Tensor],
         q: Tensor,
-        padding: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        last: Tensor | None,
         scale: float,
         softcap: float | None,
-        length: int,
+        sink: Tensor | None,
+        clean: bool,
+    ) -> Tensor:
+        """One query over the exact rows ``k, v`` and the blocks it selects, in one softmax."""
+        groups, heads_kv = self.head_groups(), k.shape[1]
+        chosen = self._routing.step(self.config, groups, self.blocks, self.block_counts, q, scale)
+        grouped = grouped_queries(q, heads_kv)
+        logits, values = row_part(grouped, k, v, last, None, scale, softcap, clean)
+        extra = None if sink is None else sink_rows(sink, logits)[None]
+        weights, outs = [], []
+        for (heads, _, _), selected in zip(groups, chosen, strict=True):
+            exact, own = pick(logits, heads, heads_kv), pick(grouped, heads, heads_kv)
+            parts = [] if selected is None else block_parts(own, selected, scale, softcap)
+            weight, _ = softmax_with_sink(
+                torch.cat([exact, *(part for part, _ in parts)], dim=3) if parts else exact,
+                None if extra is None else pick(extra, heads, heads_kv),
+            )
+            exact, *others = weight.split([exact.shape[3], *(part.shape[3] for part, _ in parts)], dim=3)
+            weights.append(exact)
+            found = [each(part) for (_, each), part in zip(parts, others, strict=True)]
+            outs.append(sum(found) if found else own.new_zeros(*own.shape[:3], v.shape[3]))
+        order = [group.heads for group in groups]
+        out = values(put_back(weights, order)) + put_back(outs, order)
+        return out.reshape(*q.shape[:3], v.shape[3])
+
+    def _merge_blocks(
+        self, exact: tuple[Tensor, Tensor], q: Tensor, padding: Tensor | None, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """The state of the exact rows merged with that of the blocks, every group of heads on its own."""
+        """The state of a chunk's exact rows merged with that of the blocks, every group of heads on its own."""
         groups, stored = self.head_groups(), iter(self.blocks)
         heads_kv = sum(len(group.heads) for group in groups)
-        self._steps += length == 1
-        if self._steps <= FIRST_STEPS or self._selected_for >= self.config.route_every:
-            self._forget_selection()
-        before, selection, states = iter(self._selection), [], []
+        states = []
         for heads, config, _ in groups:
             out, lse, queries = (pick(part, heads, heads_kv) for part in (*exact, q))
             if config is None:
                 states.append((out, lse))
                 continue
-            blocks = next(stored)
-            chosen = next(before, None)
-            if chosen is None:
-                chosen = choose(blocks, self._route(config, blocks, queries, padding, scale, length))
-            selection.append(chosen)
+            chosen = chunk_blocks(config, next(stored), self.block_counts, queries, padding, scale)
             states.append(merge_selected((out, lse), queries, chosen, scale, softcap))
-        if length == 1:
-            self._selection, self._selected_for = tuple(selection), self._selected_for + 1
         order = [group.heads for group in groups]
         return put_back([out for out, _ in states], order), put_back([lse for _, lse in states], order)
-
-    def _route(
-        self, config: DKVConfig, blocks: CompressedBlocks, q: Tensor, padding: Tensor | None, scale: float, length: int
-    ) -> Tensor:
-        """The blocks that queries of a chunk of ``length`` attend."""
-        total = blocks.num_blocks
-        top_k = config.top_k if length == 1 else (config.chunk_top_k or total)
-        if top_k >= total:
-            every = torch.arange(total, device=q.device, dtype=torch.int32)
-            counts = torch.tensor(self.block_counts, device=q.device)[:, None]
-            every = torch.where(every < counts, every, -1)
-            return every[:, None].expand(-1, blocks.num_kv_heads, -1)
-        if padding is not None:
-            q = torch.where(padding[:, None, :, None], q, q[:, :, -1:])  # padding has no say in the selection
-        sinks = 0 if config.sink_tokens else min(config.sink_blocks, top_k)
-        return route_blocks(q, blocks, top_k, config.router, config.share, scale, sinks, config.recent_blocks)
 
     def _append(self, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor | None:
         """Store a chunk's real rows; gives the last row a query sees ``[B, n]``, None where plain causal is right."""
@@ -457,7 +458,7 @@ class LayerCache:
         however the tokens came.
         """
         if close_blocks(self, window):
-            self._forget_selection()
+            self._routing = self._routing.forgotten()
 
     # surgery: each of these walks every part
 
@@ -478,7 +479,7 @@ class LayerCache:
             return
         gone = [count] * self.batch_size if self.real is None else self.real[:, -count:].sum(1).tolist()
         check_crop(self.config, self.tokens, self.rows, self.block_counts, gone, f"crop of {count} positions")
-        self._restart_routing()
+        self._routing = Routing()
         self.offset -= count
         self.rows = [row - lost for row, lost in zip(self.rows, gone, strict=True)]
         self.tokens = [token - lost for token, lost in zip(self.tokens, gone, strict=True)]
@@ -499,7 +500,7 @@ class LayerCache:
         if any(not -self.batch_size <= i < self.batch_size for i in picked):
             raise IndexError(f"index must name sequences 0..{self.batch_size - 1}, got {picked}")
         assert self.k_rows is not None
-        self._forget_selection()
+        self._routing = self._routing.forgotten()
         where = torch.tensor(picked, dtype=torch.long, device=self.k_rows.device) % self.batch_size
         self.k_rows, self.v_rows, self.real = (
             None if part is None else part.index_select(0, where) for part in (self.k_rows, self.v_rows, self.real)

@@ -78,7 +78,9 @@ def decode(
     dtype: _common.DtypeOption = "float32",
     device: _common.DeviceOption = "cpu",
     top_k: Annotated[int, typer.Option(help="Blocks that a step attends.")] = 16,
-    route_every: Annotated[int, typer.Option(help="Steps that use one selection of blocks.")] = DKVConfig.route_every,
+    route_every: Annotated[int, typer.Option(help="Steps from one scan of all blocks to the next.")] = (
+        DKVConfig.route_every
+    ),
     repeats: Annotated[int, typer.Option(help="Timed routing periods; the median counts.")] = 15,
     seed: _common.SeedOption = 0,
     json_file: _common.JsonOption = None,
@@ -102,7 +104,7 @@ def decode(
     except (AssertionError, RuntimeError, MemoryError) as error:  # torch without that device, or not enough memory
         raise CliError(f"cannot run on {device!r}: {' '.join(str(error).split())[:200]}") from error
     table = Table(title=f"One decode step of one layer, {dtype}, {rows[0]['threads']} threads, median of {repeats}")
-    for column in ("context", "DKV ms", "routing", "not routing", "best dense ms", "SDPA ms", "dense / DKV"):
+    for column in ("context", "DKV ms", "scan", "no scan", "best dense ms", "SDPA ms", "dense / DKV"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -116,8 +118,9 @@ def decode(
         )
     show.print(table)
     show.print(
-        f"DKV routes to {top_k} blocks of 256 every {route_every} steps, attends sink and window exactly, and closes a "
-        "block every 256; ms is the mean of a step. Best dense is one bmm per kv head."
+        f"DKV selects {top_k} blocks of 256 in every step: from all of them every {route_every} steps, else from the "
+        f"{config.route_candidates} best of the last scan and those that follow the selected ones. It attends sink and "
+        "window exactly and closes a block every 256; ms is the mean of a step. Best dense is one bmm per kv head."
     )
     _common.write_json(json_file, rows)
     if plot is not None:

@@ -47,7 +47,8 @@ def fidelity(
         Path | None, typer.Option(help="Show the rows of this JSON file too, as kvpress_peer writes it.")
     ] = None,
     profile: _common.ProfileOption = None,
-    routing: Annotated[bool, typer.Option("--routing", help="Compare routers instead: 8 blocks of each head.")] = False,
+    routing: Annotated[bool, typer.Option("--routing", help="Compare routers instead.")] = False,
+    top_k: Annotated[int, typer.Option(help="Blocks of each head, with --routing.")] = 8,
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Compare block-sparse prefill with dense prefill instead.")
     ] = False,
@@ -64,6 +65,7 @@ def fidelity(
         raise CliError(f"--offsets must differ, got {offsets!r}")
     _common.at_least("--trials", trials, 0)
     show = _common.check_outputs(json_file, plot)
+    _common.at_least("--top-k", top_k, 1)
     if prefill and (routing or add or plot):
         raise CliError("--prefill has a table of its own: leave --routing, --add and --plot out")
     more = _read_rows(add, tokens, starts)
@@ -82,7 +84,7 @@ def fidelity(
     if prefill:
         chosen = prefill_fidelity.default_variants(scores)
     elif routing and scores is not None:
-        chosen = bench.routed_variants(scores)
+        chosen = bench.routed_variants(scores, top_k)
     else:
         chosen = bench.default_variants(scores)
     if variants is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from dkv.types import CLIPS, HALF_TOP, RESIDUAL_GROUP, CompressedBlocks, code_parts
+
+from ._scratch import scratch
 
 Segments = tuple[tuple[int, int], ...]  # (channels, bits) of each run of equally wide channels
 
@@ -137,37 +141,58 @@ def unpack(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
 
     ``C`` counts the channels in stored order up to the last of any width: those of width 0 stand at the end.
     """
+    lanes = unpacked_lanes(packed, segments, dtype)
+    return lanes[0] if len(lanes) == 1 else torch.cat(lanes, dim=-1)
+
+
+def unpacked_lanes(
+    packed: Tensor, segments: Segments, dtype: torch.dtype, reuse: bool = False, padded: bool = True
+) -> list[Tensor]:
+    """:func:`unpack` in runs of channels that are contiguous each: a byte's low and high code lie far apart.
+
+    With ``reuse`` they lie in room that the next call with it overwrites. Rows beyond ``R`` may be anything where not
+    ``padded``.
+    """
     segments = tuple((size, bits) for size, bits in segments if bits)
-    if len(segments) == 1 and segments[0][1] in (4, 8):
-        return _unpack_along_rows(packed, *segments[0], dtype)
-    return _unpack_across_rows(packed, segments, dtype)
-
-
-def _unpack_along_rows(packed: Tensor, size: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """One run of channels of 4 or 8 bits: a row's lanes are long enough to take them as they lie."""
     *lead, kept, width = packed.shape
     groups, length = group_count(kept), group_rows(kept)
-    out = torch.empty(*lead, groups * length, size, dtype=dtype, device=packed.device)
-    out[..., kept:, :] = 0
+
+    def room(name: str, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        if reuse:
+            return scratch(name, (*lead, *shape), dtype, packed.device)
+        return torch.empty(*lead, *shape, dtype=dtype, device=packed.device)
+
+    if len(segments) != 1 or segments[0][1] not in (4, 8):
+        codes = _unpack_across_rows(packed, segments, room).mT
+        return [room("codes", *codes.shape[-3:]).copy_(codes)]
+    size, bits = segments[0]
+    lanes = []
     for lane in range(8 // bits):
         field = packed >> (bits * lane) if lane else packed
         if bits * (lane + 1) < 8:
             field = field & (2**bits - 1)
-        run = out[..., :kept, lane * width : (lane + 1) * width]
-        run.copy_(field[..., : run.shape[-1]])
-    return out.unflatten(-2, (groups, length))
+        run = room(f"lane {lane}", groups * length, min(width, size - lane * width))
+        if padded:
+            run[..., kept:, :] = 0
+        run[..., :kept, :] = field[..., : run.shape[-1]]
+        lanes.append(run.unflatten(-2, (groups, length)))
+    return lanes
 
 
-def _unpack_across_rows(packed: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
-    """Any runs, whose lanes may be a byte long: the bytes of a group's rows side by side, four of them to an int32."""
-    *lead, kept, width = packed.shape
+def _unpack_across_rows(packed: Tensor, segments: Segments, room: Callable[..., Tensor]) -> Tensor:
+    """Any runs, whose lanes may be a byte long: the bytes of a group's rows side by side, four of them to an int32.
+
+    uint8 codes ``[..., Q, C, group_rows(R)]``.
+    """
+    kept, width = packed.shape[-2:]
     groups, length = group_count(kept), group_rows(kept)
-    columns = torch.zeros(*lead, groups, width, length, dtype=torch.uint8, device=packed.device)
+    columns = room("columns", groups, width, length, dtype=torch.uint8)
     for index, rows in enumerate(packed.split(RESIDUAL_GROUP, dim=-2) if kept else ()):
         columns[..., index, :, : rows.shape[-2]] = rows.mT
+        columns[..., index, :, rows.shape[-2] :] = 0
     words = columns.view(torch.int32)
     channels = sum(size for size, _ in segments)
-    codes = torch.zeros(*lead, groups, channels, words.shape[-1], dtype=torch.int32, device=packed.device)
+    codes = room("words", groups, channels, words.shape[-1], dtype=torch.int32).zero_()
     start = byte = 0
     for size, left in segments:
         run = codes[..., start : start + size, :]
@@ -182,7 +207,7 @@ def _unpack_across_rows(packed: Tensor, segments: Segments, dtype: torch.dtype) 
             if part < 8:
                 field &= 0x01010101 * (2**part - 1)
             run |= field << left if left else field
-    return codes.view(torch.uint8).to(dtype).mT
+    return codes.view(torch.uint8)
 
 
 def group_count(num_residuals: int) -> int:
@@ -201,7 +226,7 @@ class Selected:
     """The parts of the selected blocks, laid out ``[B, H, W, ...]``; parts of unused slots read as zero.
 
     ``block_indices`` of None takes every block as a view, without a copy. Else the small parts, those not in
-    ``PER_ROW``, are gathered once for all who ask.
+    ``PER_ROW``, are gathered once for all who ask. ``whole`` is True only where every slot is used.
     """
 
     def __init__(self, blocks: CompressedBlocks, block_indices: Tensor | None) -> None:
@@ -216,15 +241,17 @@ class Selected:
                 valid = slots < blocks.block_counts.view(-1, 1, 1)
             self.index = None
             self.valid = valid.expand(batch, heads, count)
-            self._whole = blocks.block_counts is None
+            self.whole = blocks.block_counts is None
         else:
-            self.index = block_indices.long().clamp(min=0)
             self.valid = block_indices >= 0
-            self._whole = device.type == "cpu" and bool(self.valid.all())  # elsewhere asking would wait for the device
-            row = torch.arange(batch, device=device).view(-1, 1, 1) * count + self.index
+            self.whole = device.type == "cpu" and bool(self.valid.all())  # elsewhere asking would wait for the device
+            self.index = block_indices.long() if self.whole else block_indices.long().clamp(min=0)
+            row = self.index
+            if batch > 1:
+                row = torch.arange(batch, device=device).view(-1, 1, 1) * count + row
             head = torch.arange(heads, device=device).view(1, -1, 1)
             self._shared_place = row.flatten()  # in a part's leading axes, flattened
-            self._head_place = (row * heads + head).flatten()
+            self._head_place = torch.add(head, row, alpha=heads).flatten()
 
     def cut(self, start: int, count: int) -> Selected:
         """``count`` slots of the selection from ``start``."""
@@ -265,7 +292,7 @@ class Selected:
         floating = part.is_floating_point()
         if dtype is not None:
             part = part.to(dtype)
-        if not floating or self._whole:
+        if not floating or self.whole:
             return part
         valid = self.valid[:, : part.shape[1]]
         return torch.where(valid.reshape(*valid.shape, *([1] * (part.ndim - 3))), part, 0)
