@@ -83,6 +83,26 @@ def test_any_order_of_operations_of_mlx_lm_equals_plain_rows():
     run_state_machine_as_test(machine.MlxCacheMachine, settings=OPERATIONS)
 
 
+def test_a_loaded_prompt_cache_of_mlx_lm_outlives_its_file(tmp_path):
+    """A cache that was loaded is saved under the same name, and another process may replace or remove the file."""
+    mx = pytest.importorskip("mlx.core")
+    mlx_cache = pytest.importorskip("mlx_lm.models.cache")
+    import lifecycle_mlx_machine as machine
+    from lifecycle_dense import drawn
+    from numpy.random import default_rng
+
+    machine.hook()
+    path, cache = tmp_path / "cache.safetensors", machine.DKVCache(EXACT)
+    pair = machine.Pair(cache, machine.Dense(EXACT, 1).start(1))
+    pair.attend(*drawn(default_rng(0), 1, 1, 100))
+    mlx_cache.save_prompt_cache(str(path), [cache])
+    loaded = mlx_cache.load_prompt_cache(str(path))
+    path.write_bytes(b"")
+    mlx_cache.save_prompt_cache(str(path), loaded)
+    again = mlx_cache.load_prompt_cache(str(path))[0]
+    assert all(mx.array_equal(part, again.state[name]) for name, part in cache.state.items())
+
+
 # the limit
 
 

@@ -53,6 +53,7 @@ def layer_of(state: Any) -> LayerCache:
     """
     if not isinstance(state, dict) or not all(isinstance(part, mx.array) for part in state.values()):
         raise ValueError(f"{WHERE} must be a mapping of arrays, got {type(state).__qualname__}")
+    mx.eval(list(state.values()))  # a file is read when its arrays are first used, and may have been replaced by then
     if "header" not in state or state["header"].dtype != mx.uint8:
         raise ValueError(f"{WHERE} must have a header of bytes, got {sorted(state)}")
     mx.eval(state)  # read now: the file that they come from may be another one when they are first used
