@@ -57,10 +57,10 @@ def compress_blocks(
         return twin.compress_blocks(k, v, fmt, keep, token_weight, channel_weight)
     gain = None if fmt.keeps_every_row else _value_gain(k, v, shape)
     error = keep == "error" and not fmt.keeps_every_row
-    parts, order = _factors(k, v, gain, fmt, shape, token_weight, error)
+    parts, places = _factors(k, v, gain, fmt, shape, token_weight, error)
     positions = None  # [B, N, R]
     if gain is not None:
-        apart = order if order is not None else _distinctness(v, shape)
+        apart = places if places is not None else _distinctness(v, shape)
         positions = _kept_rows(apart, None if error else token_weight, fmt.num_residuals, shape)
         parts |= {"residual_indices": positions, "v_gain": gain}
     for name, x in (("k", k), ("v", v)):
