@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
+SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 
 
 def python_blocks(path):
@@ -47,10 +48,10 @@ def test_settings_table_is_true():
     import dkv
 
     config = dkv.DKVConfig()
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| ", TEXT.split("## Settings")[1].split("##")[0], flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| ", SETTINGS.split("##")[0], flags=re.MULTILINE)
     assert len(rows) >= 10
     for name, default in rows:
         value = getattr(config, name)
         if value is not None:
             stated = default.strip("`").strip('"')
-            assert str(value) == stated, f"{name}: README says {stated}, the default is {value}"
+            assert str(value) == stated, f"{name}: docs/settings.md says {stated}, the default is {value}"
