@@ -152,6 +152,27 @@ def decode(rows: Rows) -> str:
     return table(columns, lines)
 
 
+def decode_every_2(rows: Rows) -> str:
+    found = [f"{times(row['ratio'])} at {row['context'] // 1024}k ({row['ms']:.2f} ms)" for row in rows]
+    return ", ".join(found[:-1]) + f" and {found[-1]}"
+
+
+def induction(rows: Rows) -> str:
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    found = {(row["context"], row["variant"]): row for row in rows}
+    lines = []
+    for context in dict.fromkeys(row["context"] for row in rows):
+        own = [found[context, each] for each in variants]
+        grown = [(row["peak_bytes"] - row["start_bytes"]) / 2**20 for row in (found[context, "dense"], own[-1])]
+        held = [found[context, "dense"]["cache_bytes"] / 2**20, own[-1]["cache_bytes"] / 2**20]
+        lines.append(
+            [f"{context:,}", *(f"{row['right']} of {row['asked']}" for row in own)]
+            + [f"{a:.0f} / {b:.0f}" for a, b in (held, grown)]
+        )
+    heads = ("dense", *(f'router "{each}"' for each in variants if each != "dense"))
+    return table(("context", *heads, "cache, dense / DKV, MiB", "process grew, dense / DKV, MiB"), lines)
+
+
 def prefill(rows: Rows) -> str:
     lines = [
         [f"{row['context']:,}", *(f"{row[key]:,.0f}" for key in ("ms", "sdpa_ms")), times(row["ratio"])] for row in rows
@@ -218,6 +239,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "recall_small": ("recall_small.json", recall_small),
     "recall_small_whole": ("recall_small.json", recall_small_whole),
     "decode": ("decode.json", decode),
+    "decode_every_2": ("decode_every_2.json", decode_every_2),
+    "induction": ("induction.json", induction),
     "prefill": ("prefill.json", prefill),
     "prefill_growth": ("prefill.json", prefill_growth),
     "roofline": ("roofline.json", roofline),

@@ -327,7 +327,7 @@ SECTIONS = {
     ),
     "induction.json": Section(
         "Recall and memory at long contexts, by a constructed transformer",
-        f"python -m bench.induction --contexts 8192,32768 --json {RESULTS}/induction.json",
+        f"python -m bench.induction --json {RESULTS}/induction.json",
         "Its weights are written down, not trained: it copies what followed an earlier copy. Each row in a process "
         "of its own.",
         induction,
@@ -343,6 +343,13 @@ SECTIONS = {
         "Decode step of one attention layer",
         f"dkv bench decode --contexts 4096,16384,65536,131072 --dtype float32 --json {RESULTS}/decode.json",
         "Qwen2.5-1.5B geometry; a whole step of the runtime, routing and 1/256 of closing a block included.",
+        decode,
+    ),
+    "decode_every_2.json": Section(
+        "Decode step of one attention layer, every second one scanning all blocks",
+        "dkv bench decode --contexts 65536,131072,262144 --dtype float32 --route-every 2 --json "
+        f"{RESULTS}/decode_every_2.json",
+        "As above; the other steps select among the candidates of the last scan.",
         decode,
     ),
     "prefill.json": Section(

@@ -179,7 +179,7 @@ def run(
     contexts : sequence of int
         Tokens of the text.
     config : DKVConfig, optional
-        Of the compressed cache. By default the default format, and 8 blocks for a step.
+        Of the compressed cache; the defaults when None.
     routers : sequence of str
         None leaves the compressed cache out.
     with_dense : bool
@@ -197,7 +197,7 @@ def run(
         exact rows), ``start_bytes`` (resident memory before the text was read, model included), ``peak_bytes``,
         ``seconds``. What does not apply is None.
     """
-    config = DKVConfig(top_k=8) if config is None else config
+    config = DKVConfig() if config is None else config
     network = model(dtype)
     rows = []
     for context in contexts:
