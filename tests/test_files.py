@@ -429,6 +429,6 @@ def test_rows_of_another_dtype_are_refused_by_the_file_and_by_the_step(tmp_path)
             cache.load(path)
         assert all(torch.equal(layer.state.k_rows, rows) for layer, rows in zip(cache.layers, before, strict=True))
     unknown = DKVCache(other.config, other._dkv_config).load(path)  # a config alone says no dtype
-    with pytest.raises(TypeError, match="k must have the cache's dtype torch.float32, got torch.bfloat16"):
+    with pytest.raises(TypeError, match="k must have the cache's dtype float32, got bfloat16"):
         unknown.layers[0].state.attend(*(torch.ones(1, heads, 1, 8, dtype=torch.bfloat16) for heads in (2, 1, 1)))
     assert unknown.layers[0].state.tokens == [21]

@@ -209,7 +209,7 @@ class LayerCache:
             out = q.new_zeros(*q.shape[:2], 0, v.shape[3])
         elif fresh and last is None and softcap is None and sink is None:
             out = dense_causal(q[:, :, :dense], k[:, :, :dense], v[:, :, :dense], scale)
-        elif self.blocks and dense >= FEWEST_QUERIES and self.config.chunk_top_k is None:
+        elif self.blocks and dense >= FEWEST_QUERIES and self._chunks_attend_all():
             out = self._attend_every(q, padding, scale, softcap, sink, dense)
         else:
             out = self._attend(q, last, padding, scale, softcap, sink, dense)
@@ -219,6 +219,10 @@ class LayerCache:
         if not self.rewinds:
             self.close(self.config.window)
         return out if padding is None else torch.where(padding[:, None, :, None], out, out.new_zeros(()))
+
+    def _chunks_attend_all(self) -> bool:
+        configs = (self.config, *(group.config for group in self.head_groups()))
+        return all(config is None or config.chunk_top_k is None for config in configs)
 
     def _sparse(self, length: int) -> bool:
         return length > 1 and self.config.chunk_top_k is None and max(self.tokens) > self.config.prefill_dense_below
