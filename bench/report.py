@@ -221,6 +221,10 @@ def mlx_bytes(value: dict[str, Any]) -> str:
     return f"{found} MB of cache in both engines, {engines['torch dense'] / 1e6:.1f} MB dense"
 
 
+def soak(value: dict[str, Any]) -> str:
+    return f"{max(row['lse_error'] for row in value['rows']):.2g}"
+
+
 def mutants(text: str) -> str:
     found = report_tables.mutants(text)
     total = {
@@ -247,6 +251,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "aot": ("aot.json", aot),
     "mlx_loss": ("mlx_lm.json", mlx_loss),
     "mlx_bytes": ("mlx_lm.json", mlx_bytes),
+    "soak": ("soak.json", soak),
     "mutants": ("metal_mutants.txt", mutants),
 }
 
