@@ -22,7 +22,7 @@ from rich.table import Table
 
 import dkv
 from bench import fuzz_files, hostile, kill_writer, lives
-from dkv._json import write_json
+from dkv.benches.results import write_json
 
 SHARES = {"spoilt files": 0.4, "killed writers": 0.1, "bad arguments": 0.2, "state machines": 0.3}  # of the minutes
 FILES, KILLS, CALLS, LIVES = 200, 20, 20, 5  # between two looks at the clock
