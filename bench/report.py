@@ -180,6 +180,15 @@ def prefill(rows: Rows) -> str:
     return table(("tokens", "DKV ms", "SDPA causal ms", "SDPA / DKV"), lines)
 
 
+def prefill_fidelity(rows: Rows) -> str:
+    def said(row: dict[str, Any]) -> str:
+        kl = f"std KL {row['std_kl']:.2g}, copy KL {row['copy_kl']:.2g}"
+        return f"{row['visited']:.1%} of the key blocks visited: {kl}, {report_tables.recalled(row)} passcodes recalled"
+
+    found = {row["name"]: row for row in rows}
+    return f"by default {said(found['default'])}; with `prefill_mass=0.89, prefill_window=256` {said(found['mass 0.89'])}"
+
+
 def prefill_growth(rows: Rows) -> str:
     found = {row["context"]: row["ms"] for row in rows}
     return f"{math.log(found[65536] / found[16384]) / math.log(4):.2f}"
@@ -246,6 +255,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decode_every_2": ("decode_every_2.json", decode_every_2),
     "induction": ("induction.json", induction),
     "prefill": ("prefill.json", prefill),
+    "prefill_fidelity": ("prefill_fidelity.json", prefill_fidelity),
     "prefill_growth": ("prefill.json", prefill_growth),
     "roofline": ("roofline.json", roofline),
     "aot": ("aot.json", aot),

@@ -308,7 +308,7 @@ SECTIONS = {
     ),
     "prefill_fidelity.json": Section(
         "Block-sparse prefill against dense prefill",
-        f"dkv fidelity --prefill --json {RESULTS}/prefill_fidelity.json",
+        f"dkv fidelity --prefill --offsets 0,20000 --trials 5 --json {RESULTS}/prefill_fidelity.json",
         "Visited: key blocks attended, of those that a dense prefill attends; end: the continuation read "
         f"block-sparsely too. {KL_NOTE}",
         prefill_fidelity,
