@@ -186,7 +186,8 @@ def prefill_fidelity(rows: Rows) -> str:
         return f"{row['visited']:.1%} of the key blocks visited: {kl}, {report_tables.recalled(row)} passcodes recalled"
 
     found = {row["name"]: row for row in rows}
-    return f"by default {said(found['default'])}; with `prefill_mass=0.89, prefill_window=256` {said(found['mass 0.89'])}"
+    narrow = said(found["mass 0.89"])
+    return f"by default {said(found['default'])}; with `prefill_mass=0.89, prefill_window=256` {narrow}"
 
 
 def prefill_growth(rows: Rows) -> str:
