@@ -306,6 +306,12 @@ SECTIONS = {
         f'The preset "balanced", fed one token at a time, each a decode step with its own selection. {KL_NOTE}',
         fidelity,
     ),
+    "scans.json": Section(
+        "Decode steps that share a scan",
+        "",
+        f"Default format, four blocks attended, steps between scans select among eight candidates. {KL_NOTE}",
+        fidelity,
+    ),
     "prefill_fidelity.json": Section(
         "Block-sparse prefill against dense prefill",
         f"dkv fidelity --prefill --offsets 0,20000 --trials 5 --json {RESULTS}/prefill_fidelity.json",
