@@ -19,7 +19,7 @@ from dkv.cache.lengths import check_crop, check_room
 from dkv.cache.pool import cut_blocks, with_counts
 from dkv.cache.prefill import FEWEST_QUERIES, Past, alike, attend_past, dense_causal
 from dkv.cache.routing import Routing, chunk_blocks
-from dkv.config import DKVConfig, HeadGroup
+from dkv.config import EVERY_POSITION, DKVConfig, HeadGroup
 from dkv.kernels.torch.decode import (
     attend_rows,
     block_parts,
@@ -205,17 +205,17 @@ class LayerCache:
         if q.shape[2] > 1:
             self._routing = Routing()
         dense = self._dense_queries(q.shape[2], padding)
-        if dense == 0:
+        decodes = bool(self.blocks) and dense >= FEWEST_QUERIES and self._chunks_attend_all()
+        if dense == 0 or decodes:
             out = q.new_zeros(*q.shape[:2], 0, v.shape[3])
         elif fresh and last is None and softcap is None and sink is None:
             out = dense_causal(q[:, :, :dense], k[:, :, :dense], v[:, :, :dense], scale)
-        elif self.blocks and dense >= FEWEST_QUERIES and self._chunks_attend_all():
-            out = self._attend_every(q, padding, scale, softcap, sink, dense)
         else:
             out = self._attend(q, last, padding, scale, softcap, sink, dense)
-        if self._sparse(q.shape[2]):
-            out = torch.nn.functional.pad(out, (0, 0, 0, q.shape[2] - dense))
-            self._attend_sparsely(out, q, padding, scale, softcap, sink)
+        if decodes or self._sparse(q.shape[2]):
+            done = out.shape[2]
+            out = torch.nn.functional.pad(out, (0, 0, 0, q.shape[2] - done))
+            self._attend_decoded(out, q, padding, scale, softcap, sink, done)
         if not self.rewinds:
             self.close(self.config.window)
         return out if padding is None else torch.where(padding[:, None, :, None], out, out.new_zeros(()))
@@ -235,17 +235,24 @@ class LayerCache:
             return length if min(self.tokens) - length < self.config.prefill_dense_below else 0
         return min(length, max(0, self.config.prefill_dense_below - self.tokens[0] + length))
 
-    def _attend_sparsely(
-        self, out: Tensor, q: Tensor, padding: Tensor | None, scale: float, softcap: float | None, sink: Tensor | None
+    def _attend_decoded(
+        self,
+        out: Tensor,
+        q: Tensor,
+        padding: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink: Tensor | None,
+        done: int,
     ) -> None:
-        """Into ``out``: the queries at or beyond ``prefill_dense_below`` attend the key blocks they select."""
-        for sequences, at in alike(self.tokens, q, padding):
-            tokens = self.tokens[sequences.start]
-            at = at[max(0, self.config.prefill_dense_below - tokens + len(at)) :]
+        """Into ``out``, over decoded rows: dense queries from ``done`` on, and all that select key blocks."""
+        dense_below = self.config.prefill_dense_below if self._sparse(q.shape[2]) else EVERY_POSITION
+        for sequences, real in alike(self.tokens, q, padding):
+            first = max(0, len(real) - max(0, self.tokens[sequences.start] - dense_below))
             pasts = self._pasts(sequences)
-            for part, config, selects, newer in self._stretches(at):
+            for at, config, selects, newer, sparse in self._stretches(real, first, done):
                 state, visited, visible = attend_past(
-                    q[sequences].index_select(2, part),
+                    q[sequences].index_select(2, at),
                     [(heads, past.without(newer)) for heads, past in pasts],
                     selects,
                     config,
@@ -253,42 +260,26 @@ class LayerCache:
                     softcap,
                     sink,
                 )
-                out[sequences].index_copy_(2, part, rounded(state, out.dtype))
-                self.visited += visited
-                self.visible += visible
-
-    def _attend_every(
-        self,
-        q: Tensor,
-        padding: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        sink: Tensor | None,
-        count: int,
-    ) -> Tensor:
-        """The first ``count`` queries of a chunk over all rows, those of the blocks decoded."""
-        assert self.v_rows is not None
-        out = q.new_zeros(*q.shape[:2], count, self.v_rows.shape[3])
-        every, selects = self.config.unlimited_prefill(), (True,) * self.v_rows.shape[1]
-        for sequences, real in alike(self.tokens, q, padding):
-            at = real[real < count]
-            pasts = [(heads, past.without(len(real) - len(at))) for heads, past in self._pasts(sequences)]
-            if len(at):
-                state, *_ = attend_past(q[sequences].index_select(2, at), pasts, selects, every, scale, softcap, sink)
                 out[sequences].index_copy_(2, at, rounded(state, out.dtype))
-        return out
+                if sparse:
+                    self.visited += visited
+                    self.visible += visible
 
-    def _stretches(self, at: Tensor) -> list[tuple[Tensor, DKVConfig, tuple[bool, ...], int]]:
-        """Queries, the limits of their selection, who selects, and the rows newer than the last of them.
+    def _stretches(
+        self, real: Tensor, first: int, done: int
+    ) -> list[tuple[Tensor, DKVConfig, tuple[bool, ...], int, bool]]:
+        """Queries of a sequence, the limits of their selection, who selects, the rows newer than the last, if sparse.
 
-        The last ``prefill_tail`` of a chunk attend everything.
+        The ``real`` ones before ``first`` attend everything, and so do the last ``prefill_tail`` of the others.
         """
-        selects = self._selects()
-        tail = min(self.config.prefill_tail, len(at))
-        every = self.config.unlimited_prefill()
+        end = len(real) - min(self.config.prefill_tail, len(real) - first)
+        every, selects = self.config.unlimited_prefill(), self._selects()
+        all_heads = (True,) * len(selects)
+        dense = real[:first]
         parts = [
-            (at[: len(at) - tail], self.config, selects, tail),
-            (at[len(at) - tail :], every, (True,) * len(selects), 0),
+            (dense[dense >= done], every, all_heads, len(real) - first, False),
+            (real[first:end], self.config, selects, len(real) - end, True),
+            (real[end:], every, all_heads, 0, True),
         ]
         return [part for part in parts if len(part[0])]
 
