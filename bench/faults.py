@@ -8,6 +8,7 @@ was taken wrongly is kept in ``--keep``.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 import time
@@ -26,6 +27,8 @@ from dkv.benches.results import write_json
 
 SHARES = {"spoilt files": 0.4, "killed writers": 0.1, "bad arguments": 0.2, "state machines": 0.3}  # of the minutes
 FILES, KILLS, CALLS, LIVES = 200, 20, 20, 5  # between two looks at the clock
+
+Trial = Callable[[int], tuple[Counter[str], list[str]]]  # of a seed: outcomes, and what failed
 
 
 class Row:
@@ -52,65 +55,52 @@ def rounds(seconds: float, seed: int) -> Iterator[int]:
         yield seed
 
 
-def spoilt_files(seconds: float, seed: int, keep: Path) -> list[Row]:
+def tried(what: str, trials: dict[str, Trial], seconds: float, seed: int) -> list[Row]:
+    """A row for each trial; they share the time, and each ends with its first failure."""
     rows = []
-    kinds = fuzz_files.kinds(keep)
-    for kind in kinds:
-        row = Row("spoilt files", kind.name)
-        for number in rounds(seconds / len(kinds), seed):
-            counts, failure = fuzz_files.fuzzed(kind, keep, FILES, number)
+    for name, trial in trials.items():
+        row = Row(what, name)
+        for number in rounds(seconds / len(trials), seed):
+            counts, row.failed = trial(number)
             row.counts += counts
-            if failure is not None:
-                row.failed.append(failure)
+            if row.failed:
                 break
         rows.append(row)
     return rows
 
 
-def killed_writers(seconds: float, seed: int, keep: Path) -> list[Row]:
-    rows = []
-    kinds = [kind for kind in fuzz_files.kinds(keep) if kind.saves is not None]
-    for kind in kinds:
-        row = Row("killed writers", kind.name)
-        for number in rounds(seconds / len(kinds), seed):
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / f"file{kind.suffix}"
-                try:
-                    row.counts += kill_writer.killed(*kind.saves, kind.load, path, KILLS, number)
-                except AssertionError as error:
-                    row.failed.append(f"{kind.name}: {error} (seed {number})")
-                    break
-        rows.append(row)
-    return rows
+def spoilt_files(keep: Path) -> dict[str, Trial]:
+    def spoilt(kind: fuzz_files.Kind, number: int) -> tuple[Counter[str], list[str]]:
+        return listed(*fuzz_files.fuzzed(kind, keep, FILES, number))
+
+    return {kind.name: functools.partial(spoilt, kind) for kind in fuzz_files.kinds(keep)}
 
 
-def bad_arguments(seconds: float, seed: int, keep: Path) -> list[Row]:
-    rows = []
-    for library in hostile.libraries():
-        row = Row("bad arguments", library)
-        for number in rounds(seconds / len(hostile.libraries()), seed):
-            counts, failed = hostile.run(number, CALLS, library)
-            row.counts += counts
-            row.failed += failed
-            if failed:
-                break
-        rows.append(row)
-    return rows
+def killed_writers(keep: Path) -> dict[str, Trial]:
+    def killed(kind: fuzz_files.Kind, number: int) -> tuple[Counter[str], list[str]]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"file{kind.suffix}"
+            try:
+                return kill_writer.killed(*kind.saves, kind.load, path, KILLS, number), []
+            except AssertionError as error:
+                return Counter(), [f"{kind.name}: {error} (seed {number})"]
+
+    return {kind.name: functools.partial(killed, kind) for kind in fuzz_files.kinds(keep) if kind.saves is not None}
 
 
-def state_machines(seconds: float, seed: int, keep: Path) -> list[Row]:
-    rows = []
-    machines = lives.machines()
-    for name, make in machines.items():
-        row, machine = Row("state machines", name), make()
-        for number in rounds(seconds / len(machines), seed):
-            counts, failure = lives.lived(machine, LIVES, number)
-            row.counts += counts
-            if failure is not None:
-                row.failed.append(failure)
-                break
-        rows.append(row)
-    return rows
+def bad_arguments(keep: Path) -> dict[str, Trial]:
+    return {library: lambda number, name=library: hostile.run(number, CALLS, name) for library in hostile.libraries()}
+
+
+def state_machines(keep: Path) -> dict[str, Trial]:
+    def lived(machine: Any, number: int) -> tuple[Counter[str], list[str]]:
+        return listed(*lives.lived(machine, LIVES, number))
+
+    return {name: functools.partial(lived, make()) for name, make in lives.machines().items()}
+
+
+def listed(counts: Counter[str], failure: str | None) -> tuple[Counter[str], list[str]]:
+    return counts, [] if failure is None else [failure]
 
 
 def soak(tokens: int, seed: int) -> Row:
@@ -120,7 +110,7 @@ def soak(tokens: int, seed: int) -> Row:
     return row
 
 
-PARTS: dict[str, Callable[[float, int, Path], list[Row]]] = {
+PARTS: dict[str, Callable[[Path], dict[str, Trial]]] = {
     "spoilt files": spoilt_files,
     "killed writers": killed_writers,
     "bad arguments": bad_arguments,
@@ -134,7 +124,7 @@ def run(minutes: float, seed: int, keep: Path, parts: list[str]) -> list[Row]:
     rows = []
     for name in parts:
         with Console(stderr=True).status(name):
-            rows += PARTS[name](60 * minutes * SHARES[name] / total, seed, keep)
+            rows += tried(name, PARTS[name](keep), 60 * minutes * SHARES[name] / total, seed)
     return rows
 
 
