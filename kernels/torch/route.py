@@ -84,12 +84,10 @@ def route_among(
     """As :func:`route_blocks`, among the ``candidates [B, Hkv, C]`` of :func:`scan_blocks` alone."""
     chosen = Selected(blocks, candidates)
     mean = _shares(q, candidate_scores(q, chosen, router, sm_scale), chosen.valid[:, :, None], share)  # [B, Hkv, C]
-    counts = _counts(blocks).view(-1, 1, 1)
-    pinned = chosen.valid & ((candidates < sink_blocks) | (candidates >= counts - recent_blocks))
+    pinned = _pinned(candidates, chosen.valid, _counts(blocks), sink_blocks, recent_blocks)
     place = _best(mean, chosen.valid, pinned, top_k)
     total = blocks.num_blocks
-    found = torch.where(chosen.valid, candidates, total).gather(-1, place).sort(dim=-1).values
-    return torch.where(found < total, found, -1).int()
+    return _ascending(torch.where(chosen.valid, candidates, total).gather(-1, place), total)
 
 
 def _counts(blocks: CompressedBlocks) -> Tensor:
@@ -125,12 +123,20 @@ def select_blocks(score: Tensor, counts: Tensor, top_k: int, sink_blocks: int, r
     """Sink and recent blocks, then the highest of ``score [B, Hkv, N]``, ties to the lowest index."""
     total = score.shape[-1]
     slots = torch.arange(total, device=score.device)
-    counts = counts.view(-1, 1, 1)
-    valid = slots < counts
-    pinned = valid & ((slots < sink_blocks) | (slots >= counts - recent_blocks))
-    order = _best(score, valid, pinned, top_k)
-    chosen = torch.where(order < counts, order, total).sort(dim=-1).values
-    return torch.where(chosen < total, chosen, -1).int()
+    valid = slots < counts.view(-1, 1, 1)
+    order = _best(score, valid, _pinned(slots, valid, counts, sink_blocks, recent_blocks), top_k)
+    return _ascending(torch.where(order < counts.view(-1, 1, 1), order, total), total)
+
+
+def _pinned(places: Tensor, valid: Tensor, counts: Tensor, sink_blocks: int, recent_blocks: int) -> Tensor:
+    """Which of the valid ``places`` are a sequence's first or newest blocks."""
+    return valid & ((places < sink_blocks) | (places >= counts.view(-1, 1, 1) - recent_blocks))
+
+
+def _ascending(found: Tensor, total: int) -> Tensor:
+    """Block numbers int32, those that are ``total`` last and as -1."""
+    found = found.sort(dim=-1).values
+    return torch.where(found < total, found, -1).int()
 
 
 def _best(score: Tensor, valid: Tensor, pinned: Tensor, top_k: int) -> Tensor:
