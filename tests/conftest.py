@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -55,6 +56,15 @@ def metal_on_the_cpu(request):
     if metal_host.msl_host.unavailable() is not None:
         pytest.skip(metal_host.msl_host.unavailable())
     with metal_host.metal("plain"):
+        yield
+
+
+@pytest.fixture
+def quiet():
+    """No gradients, and nothing of names that libraries will drop."""
+    torch = pytest.importorskip("torch")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         yield
 
 

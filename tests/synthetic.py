@@ -1,4 +1,4 @@
-"""What tests of head groups share: made-up profiles, small models of three kv heads, changed cache files."""
+"""What tests of caches share: made-up profiles, small models of three kv heads, changed files, feeding a model."""
 
 from __future__ import annotations
 
@@ -75,3 +75,18 @@ def rewritten(path, change):
     header = json.dumps(entries).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
     _files.seal(str(path))
+
+
+def feed(model: Any, ids: Any, chunks: Any, cache: Any, mask: Any = None) -> Any:
+    """Logits of a text that a model of transformers reads in ``chunks``; padding is where ``mask`` is 0."""
+    import torch
+
+    outs, start = [], 0
+    for length in chunks:
+        stop, extra = start + length, {}
+        if mask is not None:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            extra = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        outs.append(model(ids[:, start:stop], past_key_values=cache, **extra).logits)
+        start = stop
+    return torch.cat(outs, dim=1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
+from synthetic import feed
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -47,25 +47,7 @@ def case(request):
     attach(model, EXACT)
     return model, ids, dense
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-def feed(model, ids, chunks, cache, mask=None):
-    outs, start = [], 0
-    for length in chunks:
-        stop = start + length
-        extra = {}
-        if mask is not None:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-            extra = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
-        outs.append(model(ids[:, start:stop], past_key_values=cache, **extra).logits)
-        start = stop
-    return torch.cat(outs, dim=1)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def padded(ids, lengths):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 
 import pytest
 from synthetic import rewritten
@@ -21,12 +20,7 @@ EXACT = DKVConfig(block_size=16, window=16, sink_tokens=8, format="fp32", rank=4
 SHAPE = {"vocab_size": 64, "initializer_range": 0.3, "hidden_size": 64, "intermediate_size": 64}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import rewritten
+from synthetic import feed, rewritten
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -26,12 +25,7 @@ SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 TOLERANCE = 1e-5
 IDS = torch.randint(0, 64, (3, 1100), generator=torch.Generator().manual_seed(1))
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def build(kind: str = "llama", seed: int = 0, **fields: Any) -> Any:
@@ -53,18 +47,6 @@ def dense(kind: str = "llama") -> Any:
 
 def attached(config: DKVConfig = SMALL, kind: str = "llama") -> Any:
     return attach(build(kind), config)
-
-
-def feed(model: Any, ids: Any, chunks: Any, cache: Any, mask: Any = None) -> Any:
-    outs, start = [], 0
-    for length in chunks:
-        stop, extra = start + length, {}
-        if mask is not None:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-            extra = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
-        outs.append(model(ids[:, start:stop], past_key_values=cache, **extra).logits)
-        start = stop
-    return torch.cat(outs, dim=1)
 
 
 def padded(lengths: Any, more: int = 0) -> tuple[Any, Any]:

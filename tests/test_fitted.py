@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 
 import numpy as np
 import pytest
-from synthetic import MODELS, profile_of
+from synthetic import MODELS, feed, profile_of
 
 from dkv import DKVConfig
 from dkv.config import HeadGroup
@@ -31,12 +30,7 @@ SOME = dataclasses.replace(
 NONE = dataclasses.replace(SOME, profile=dataclasses.replace(SOME.profile, drop_loss=0 * KEPT))
 TOLERANCE = 3e-5
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(params=sorted(MODELS))
@@ -49,14 +43,6 @@ def model(request):
 
 IDS = torch.randint(0, 97, (2, 150), generator=torch.Generator().manual_seed(1))
 CHUNKS = [60, 40, 1, 1, 48]
-
-
-def feed(model, ids, chunks, cache):
-    outs, start = [], 0
-    for length in chunks:
-        outs.append(model(ids[:, start : start + length], past_key_values=cache).logits)
-        start += length
-    return torch.cat(outs, dim=1)
 
 
 def closed(tokens):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import warnings
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import MODELS, profile_of, rewritten
+from synthetic import MODELS, feed, profile_of, rewritten
 
 import dkv
 from dkv import DKVConfig, HeadTier
@@ -427,12 +426,7 @@ LOSSY = dataclasses.replace(
 )
 TOLERANCE = 3e-5  # logits of 5: float32 sums in another order; the largest difference seen is 8e-6
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
@@ -449,19 +443,6 @@ def case(request):
 
 def scores(seed):
     return np.random.default_rng(seed).random((4, 3))
-
-
-def feed(model, ids, chunks, cache, mask=None):
-    outs, start = [], 0
-    for length in chunks:
-        stop = start + length
-        extra = {}
-        if mask is not None:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-            extra = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
-        outs.append(model(ids[:, start:stop], past_key_values=cache, **extra).logits)
-        start = stop
-    return torch.cat(outs, dim=1)
 
 
 @pytest.mark.parametrize("seed", range(6))

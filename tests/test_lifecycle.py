@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 
 import pytest
 from hypothesis import settings
@@ -25,12 +24,7 @@ DROPPING = dataclasses.replace(REFUSING, when_full="drop_oldest")
 FULL = 8 + 24 + 3 * 16 - 1  # tokens that two closed blocks and the exact rows hold at most
 OPERATIONS = settings(max_examples=4 * settings().max_examples, stateful_step_count=30)
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
