@@ -1,8 +1,11 @@
-"""A chunk of queries, keys and values must fit itself, its padding and the rows that a layer of torch holds."""
+"""What a layer of torch is given must fit what it holds: chunks with their padding, and numbers of sequences."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from dkv._checks import check_array, check_heads, dtype_name
 
@@ -38,3 +41,19 @@ def check_chunk(layer: Any, q: Any, k: Any, v: Any, padding: Any) -> None:
         check_array("padding", padding, "B n", B=None if padding.shape[0] == 1 else batch, n=length)
         if dtype_name(padding) != "bool":
             raise TypeError(f"padding must be of bools, False at padding, got {dtype_name(padding)}")
+
+
+def sequence_numbers(index: Any, batch_size: int, mask: bool = False) -> Tensor:
+    """``index`` as sequence numbers 0..B-1; with ``mask`` it may be a bool for every sequence."""
+    index = torch.as_tensor(index)
+    if index.dtype == torch.bool and mask and tuple(index.shape) == (batch_size,):
+        index = index.nonzero().flatten()
+    numbers = index.dtype != torch.bool and not index.is_floating_point() and not index.is_complex()
+    if not numbers and index.numel():  # an empty list has no dtype of its own
+        raise TypeError(f"index must hold sequence numbers, got {dtype_name(index)}s")
+    if index.ndim != 1:
+        raise ValueError(f"index must have one axis, got shape {list(index.shape)}")
+    picked = index.long().cpu()
+    if bool(((picked < -batch_size) | (picked >= batch_size)).any()):
+        raise IndexError(f"index must name sequences 0..{batch_size - 1}, got {picked.tolist()}")
+    return picked % batch_size if batch_size else picked

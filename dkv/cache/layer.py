@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dkv.cache.chunks import check_chunk
+from dkv.cache.chunks import check_chunk, sequence_numbers
 from dkv.cache.closing import close_blocks
 from dkv.cache.heads import check_groups, codec_of, one_group, pick, put_back
 from dkv.cache.lengths import check_crop, check_room
@@ -481,22 +481,21 @@ class LayerCache:
         if self.real is not None:
             self.real = self.real[:, :-count].clone()
 
-    def select(self, index: Sequence[int] | Tensor) -> None:
-        """Make the batch the sequences of ``index``, repeats allowed (beam search, batch selection)."""
+    def select(self, index: Sequence[int] | Tensor, mask: bool = False) -> None:
+        """Make the batch the sequences of ``index``, repeats allowed (beam search, batch selection).
+
+        With ``mask`` it may also be a bool for every sequence.
+        """
         if not self.tokens:
             return
-        index = torch.as_tensor(index)
-        if index.dtype == torch.bool:
-            raise TypeError("index must hold sequence numbers, got bools")
-        picked = index.long().tolist()
+        numbers = sequence_numbers(index, self.batch_size, mask)
+        picked = numbers.tolist()
         if not picked:
             self.reset()
             return
-        if any(not -self.batch_size <= i < self.batch_size for i in picked):
-            raise IndexError(f"index must name sequences 0..{self.batch_size - 1}, got {picked}")
         assert self.k_rows is not None
         self._routing = self._routing.forgotten()
-        where = torch.tensor(picked, dtype=torch.long, device=self.k_rows.device) % self.batch_size
+        where = numbers.to(self.k_rows.device)
         self.k_rows, self.v_rows, self.real = (
             None if part is None else part.index_select(0, where) for part in (self.k_rows, self.v_rows, self.real)
         )

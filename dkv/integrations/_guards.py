@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dkv._checks import dtype_name, whole_number
+from dkv._checks import whole_number
 
 
 def tokens_to_drop(tokens_to_remove: Any) -> int:
@@ -16,22 +15,6 @@ def tokens_to_drop(tokens_to_remove: Any) -> int:
     if count > 0:
         raise ValueError(f"tokens_to_remove must be 0 or negative, as in transformers, got {count}")
     return -count
-
-
-def sequence_numbers(index: Any, batch_size: int, mask: bool = False) -> Tensor:
-    """``index`` as sequence numbers 0..B-1; with ``mask`` it may be a bool for every sequence."""
-    index = torch.as_tensor(index)
-    if index.dtype == torch.bool and mask and tuple(index.shape) == (batch_size,):
-        index = index.nonzero().flatten()
-    numbers = index.dtype != torch.bool and not index.is_floating_point() and not index.is_complex()
-    if not numbers and index.numel():  # an empty list has no dtype of its own
-        raise TypeError(f"index must hold sequence numbers, got {dtype_name(index)}s")
-    if index.ndim != 1:
-        raise ValueError(f"index must have one axis, got shape {list(index.shape)}")
-    picked = index.long().cpu()
-    if bool(((picked < -batch_size) | (picked >= batch_size)).any()):
-        raise IndexError(f"index must name sequences 0..{batch_size - 1}, got {picked.tolist()}")
-    return picked % batch_size if batch_size else picked
 
 
 def fit_prompt(cache: Any, inputs: Tensor | None, embeds: Tensor | None, mask: Tensor | None) -> None:

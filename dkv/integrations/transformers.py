@@ -28,11 +28,12 @@ from transformers.masking_utils import sdpa_mask
 
 from dkv._checks import check_count, check_format
 from dkv.cache import LayerCache
+from dkv.cache.chunks import sequence_numbers
 from dkv.cache.files import load_cache, save_cache
 from dkv.cache.turns import Turn
 from dkv.compress import RefusedBlock
 from dkv.config import DKVConfig, HeadGroup
-from dkv.integrations._guards import fit_prompt, sequence_numbers, tokens_to_drop
+from dkv.integrations._guards import fit_prompt, tokens_to_drop
 from dkv.integrations._masks import SeenLength, attention_mask, padding_of
 from dkv.kernels.torch.decode import capped, softmax_with_sink
 
@@ -226,10 +227,10 @@ class DKVLayer(CacheLayerMixin):
         self.record_past = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.state.select(sequence_numbers(beam_idx, self.state.batch_size))
+        self.state.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.state.select(sequence_numbers(indices, self.state.batch_size, mask=True))
+        self.state.select(indices, mask=True)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.state.select(torch.arange(self.state.batch_size).repeat_interleave(repeats))

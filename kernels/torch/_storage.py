@@ -91,15 +91,15 @@ def _clipped_codes(x: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Ten
         return torch.zeros(x.shape, dtype=torch.uint8, device=x.device), torch.zeros_like(low), rounded_half(x.mean(-1))
     levels = 2**bits - 1
     middle, spread = (low + high) / 2, high - low
-    scratch = torch.empty_like(x)
+    spare = torch.empty_like(x)
     best = None
     for factor in CLIPS[bits]:
         low16 = rounded_half(middle - factor * spread / 2)
         scale16 = rounded_half(factor * spread / levels)
         if len(CLIPS[bits]) == 1:
             break
-        _codes(x, scale16, low16, levels, scratch)
-        error = scratch.mul_(scale16[..., None]).add_(low16[..., None]).sub_(x).square_().sum(-1)
+        _codes(x, scale16, low16, levels, spare)
+        error = spare.mul_(scale16[..., None]).add_(low16[..., None]).sub_(x).square_().sum(-1)
         if best is not None:
             better = error < best[0]
             error, scale16, low16 = (
@@ -108,7 +108,7 @@ def _clipped_codes(x: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Ten
         best = error, scale16, low16
     if best is not None:
         _, scale16, low16 = best
-    return _codes(x, scale16, low16, levels, scratch).to(torch.uint8), scale16, low16
+    return _codes(x, scale16, low16, levels, spare).to(torch.uint8), scale16, low16
 
 
 def _codes(x: Tensor, scale: Tensor, low: Tensor, levels: int, out: Tensor) -> Tensor:
